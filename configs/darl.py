@@ -1,0 +1,115 @@
+"""D-ARL on one-digit sums: the default run, small enough for two CPU cores.
+
+Every default of the project is set here. The other configs start from this one
+and change a few visible lines.
+"""
+
+import json
+
+from ml_collections import config_dict
+
+from darl_jax.models import presets
+
+
+def get_config() -> config_dict.ConfigDict:
+  config = config_dict.ConfigDict()
+  config.seed = 0
+  config.num_steps = 400
+
+  config.prompts = config_dict.ConfigDict(
+    dict(
+      dataset="chain_sum",
+      params=json.dumps(
+        dict(min_terms=3, max_terms=3, min_digits=1, max_digits=1)
+      ),
+      num_items=20_000,
+      heldout_fraction=0.15,
+      max_tokens=12,
+      vocab_size=320,
+    )
+  )
+  config.model = config_dict.ConfigDict(presets.nano())
+  config.warm_start = config_dict.ConfigDict(
+    dict(steps=400, target_accuracy=0.18, batch_size=256, learning_rate=1e-3)
+  )
+  config.rollout = config_dict.ConfigDict(
+    dict(
+      prompts_per_batch=64,
+      samples_per_prompt=8,
+      max_response_tokens=6,
+      chunk_tokens=3,
+      temperature=1.0,
+      dtype="float32",
+    )
+  )
+  config.rewards = config_dict.ConfigDict(
+    dict(
+      workers=1,
+      time_limit_s=5.0,
+      memory_limit_mb=4096,
+      partial_credit=0.0,
+    )
+  )
+  config.replay = config_dict.ConfigDict(
+    dict(
+      num_snapshots=4,
+      max_staleness=4,
+      max_uses=1,
+      metric="harmful",
+      selection_mode="reject_worst",
+      keep_fraction=0.5,
+      reject_fraction=0.25,
+      max_metric=float("inf"),
+      min_batch=256,
+      snapshot_bytes=256 * 2**20,
+      trajectory_bytes=256 * 2**20,
+      timeout_s=60.0,
+      bias_alarm=1.5,
+    )
+  )
+  config.objective = config_dict.ConfigDict(
+    dict(
+      advantage="group",
+      reward_tolerance=1e-6,
+      behavior_weighting="ess_token",
+      weight_cap=2.0,
+      kappa=1.0,
+      trust_region="behavior",
+      clip_low=0.2,
+      clip_high=0.28,
+      clip_age_decay=1.0,
+      dual_clip=3.0,
+      denominator="live",
+      max_behavior_weight=2.0,
+      behavior_weight_mode="truncate",
+      max_versions=8,
+    )
+  )
+  config.learner = config_dict.ConfigDict(
+    dict(
+      learning_rate=3e-4,
+      schedule="constant",
+      warmup_steps=10,
+      final_learning_rate=3e-4,
+      b1=0.9,
+      b2=0.99,
+      eps=1e-8,
+      weight_decay=0.0,
+      max_grad_norm=1.0,
+      batch_size=384,
+      minibatches=1,
+      microbatches=1,
+      rows=128,
+      row_tokens=48,
+      score_rows=64,
+      parity_alarm=0.01,
+    )
+  )
+  config.mesh = config_dict.ConfigDict(
+    dict(
+      train=dict(data=1, fsdp=1, tensor=1),
+      rollout=dict(data=1, tensor=1),
+    )
+  )
+  config.evaluate = config_dict.ConfigDict(dict(every=50, num_prompts=512))
+  return config

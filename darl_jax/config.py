@@ -1,0 +1,787 @@
+"""The run's configuration: parsed once, checked once, frozen.
+
+Every default lives in ``configs/``; nothing here has one. ``parse`` turns the
+``ConfigDict`` into the frozen dataclasses below and reports *every* problem at
+once, before anything is allocated: unknown, missing and mistyped fields, values
+out of range, and combinations that cannot work.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+
+class ConfigError(Exception):
+  """Everything that is wrong with a config, as one message."""
+
+  def __init__(self, problems: Sequence[str]):
+    self.problems = tuple(problems)
+    plural = "problem" if len(problems) == 1 else "problems"
+    lines = [f"{len(problems)} {plural} in the config:"]
+    lines += [f"  * {problem}" for problem in problems]
+    super().__init__("\n".join(lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptsConfig:
+  """Where prompts come from.
+
+  Attributes:
+    dataset: Name of a reasoning-gym dataset.
+    params: That dataset's own parameters, written as JSON text in the config.
+    num_items: Items drawn from the generator before equal questions merge.
+    heldout_fraction: Share of distinct questions never trained on.
+    max_tokens: Longer prompts are dropped, and counted.
+    vocab_size: Upper bound for the tokenizer trained on the task's text.
+  """
+
+  dataset: str
+  params: Mapping[str, Any]
+  num_items: int
+  heldout_fraction: float
+  max_tokens: int
+  vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The decoder's shape; ``models/presets.py`` has named ones.
+
+  Attributes:
+    rope_theta: Base of the rotary frequencies.
+    norm_eps: Added to the mean square in RMSNorm.
+    tie_embeddings: Use the embedding as the output projection.
+    qkv_bias: Biases on query, key and value projections (Qwen2).
+    qk_norm: RMSNorm on each query and key head (Qwen3).
+    param_dtype: Dtype of the learner's parameters.
+    compute_dtype: Dtype of activations and matmul operands; reductions, norms
+      and log-probs are always float32.
+    remat: Recompute each layer in the backward pass instead of storing it.
+  """
+
+  num_layers: int
+  embed_dim: int
+  mlp_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float
+  norm_eps: float
+  tie_embeddings: bool
+  qkv_bias: bool
+  qk_norm: bool
+  param_dtype: Literal["float32", "bfloat16"]
+  compute_dtype: Literal["float32", "bfloat16"]
+  remat: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+  """Supervised steps on reference answers before RL.
+
+  Attributes:
+    steps: Most steps; 0 skips the stage.
+    target_accuracy: Stop before, once answers sampled at temperature 1 are
+      right this often (running mean over batches), so that runs of different
+      seeds start RL alike; 1 never stops early.
+    batch_size: Question-answer pairs per step.
+  """
+
+  steps: int
+  target_accuracy: float
+  batch_size: int
+  learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  """Sampling.
+
+  Attributes:
+    prompts_per_batch: Prompts generated together; also the fresh prompts that
+      one learner step is worth when generation is paced.
+    samples_per_prompt: G.
+    max_response_tokens: R, the stop token included.
+    chunk_tokens: Tokens per decode dispatch; weights are taken up between.
+    temperature: Of the sampled distribution, for sampler and learner alike.
+    dtype: Parameters and KV cache on the rollout mesh.
+  """
+
+  prompts_per_batch: int
+  samples_per_prompt: int
+  max_response_tokens: int
+  chunk_tokens: int
+  temperature: float
+  dtype: Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardsConfig:
+  """Verification.
+
+  Attributes:
+    workers: Verifier processes.
+    time_limit_s: Seconds for one answer before its worker is killed.
+    memory_limit_mb: Address space of a worker.
+    partial_credit: Reward of an answer that is not right, as a multiple of
+      the score that its verifier gives it. A right one (score >= 0.99) pays 1.
+  """
+
+  workers: int
+  time_limit_s: float
+  memory_limit_mb: int
+  partial_credit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+  """The ring and the selection from it (method 1, 2.1, 2.2).
+
+  Attributes:
+    num_snapshots: K, slots of the ring.
+    max_staleness: Greatest age, in versions, of a trajectory trained on. 0 is
+      the synchronous, deterministic algorithm.
+    max_uses: Times that a trajectory may be trained on.
+    metric: Mismatch metric, lower is better matched.
+    selection_mode: How a step's batch is drawn from the pool.
+    keep_fraction: Share of the pool that keep_best keeps.
+    reject_fraction: Worst share of the pool that reject_worst drops.
+    max_metric: Hard bound on the metric in either mode; inf for none.
+    min_batch: Fewest selected trajectories to train on.
+    snapshot_bytes: Budget of host memory for snapshots' parameters.
+    trajectory_bytes: Budget of host memory for trajectories.
+    timeout_s: Longest wait for min_batch before the run fails, diagnosed.
+    bias_alarm: Alarm when kept and pool differ in mean length by more than
+      this factor, or in mean advantage by more than this many deviations.
+  """
+
+  num_snapshots: int
+  max_staleness: int
+  max_uses: int
+  metric: Literal[
+    "variance",
+    "second_moment",
+    "harmful",
+    "entropy_scaled",
+    "length_corrected",
+  ]
+  selection_mode: Literal["keep_best", "reject_worst", "random", "newest"]
+  keep_fraction: float
+  reject_fraction: float
+  max_metric: float
+  min_batch: int
+  snapshot_bytes: int
+  trajectory_bytes: int
+  timeout_s: float
+  bias_alarm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+  """The multi-behavior objective (method 2.3) and its advantages (3).
+
+  Attributes:
+    advantage: How rewards of a group become advantages.
+    reward_tolerance: A group whose rewards span no more has advantage 0.
+    behavior_weighting: How the weight of each behavior policy is set.
+    weight_cap: Greatest weight of a version relative to pooled weighting.
+    kappa: Strength of moment and inverse_variance weighting.
+    trust_region: Centre of the clip: the behavior policy, or the policy at
+      the start of the step with the behavior ratio as a detached weight.
+    clip_low: The ratio is clipped below at 1 - clip_low.
+    clip_high: The ratio is clipped above at 1 + clip_high.
+    clip_age_decay: Both clip distances shrink by this factor per version of
+      age.
+    dual_clip: For negative advantages the term is at least this times A.
+    denominator: Tokens that the loss is divided by: all drawn ones, dead
+      groups' included, or live ones only.
+    max_behavior_weight: Cap of prox/mu in the decoupled trust region.
+    behavior_weight_mode: What happens above that cap.
+    max_versions: E, entries of a batch's version table.
+  """
+
+  advantage: Literal["group", "group_centered", "rloo"]
+  reward_tolerance: float
+  behavior_weighting: Literal[
+    "pooled", "ess_token", "moment", "inverse_variance"
+  ]
+  weight_cap: float
+  kappa: float
+  trust_region: Literal["behavior", "decoupled"]
+  clip_low: float
+  clip_high: float
+  clip_age_decay: float
+  dual_clip: float
+  denominator: Literal["all", "live"]
+  max_behavior_weight: float
+  behavior_weight_mode: Literal["truncate", "mask"]
+  max_versions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+  """Optimisation.
+
+  Attributes:
+    schedule: Shape of the learning rate after warm-up.
+    warmup_steps: Optimizer steps of linear warm-up from 0.
+    final_learning_rate: At the run's last optimizer step; equal to
+      learning_rate under the constant schedule.
+    batch_size: Most trajectories per learner step.
+    minibatches: M, optimizer steps per learner step.
+    microbatches: Parts of a minibatch whose gradients are accumulated.
+    rows: Packed rows per learner step, over all its minibatches.
+    row_tokens: T, tokens of a packed row.
+    score_rows: Packed rows per dispatch of the scoring pass.
+    parity_alarm: Alarm when the 95th percentile of |log-prob difference|
+      between sampler and learner, in nats, is above.
+  """
+
+  learning_rate: float
+  schedule: Literal["constant", "linear", "cosine"]
+  warmup_steps: int
+  final_learning_rate: float
+  b1: float
+  b2: float
+  eps: float
+  weight_decay: float
+  max_grad_norm: float
+  batch_size: int
+  minibatches: int
+  microbatches: int
+  rows: int
+  row_tokens: int
+  score_rows: int
+  parity_alarm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainMeshConfig:
+  """Devices of the learner along each axis."""
+
+  data: int
+  fsdp: int
+  tensor: int
+
+  @property
+  def size(self) -> int:
+    return self.data * self.fsdp * self.tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutMeshConfig:
+  """Devices of the sampler along each axis."""
+
+  data: int
+  tensor: int
+
+  @property
+  def size(self) -> int:
+    return self.data * self.tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  train: TrainMeshConfig
+  rollout: RolloutMeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+  """Greedy accuracy on held-out prompts.
+
+  Attributes:
+    every: Learner steps between evaluations; there is always one before the
+      first step and one after the last.
+    num_prompts: Held-out prompts asked each time.
+  """
+
+  every: int
+  num_prompts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  """A whole run.
+
+  Attributes:
+    seed: Of everything that is drawn.
+    num_steps: Learner steps, each of which publishes one version.
+  """
+
+  seed: int
+  num_steps: int
+  prompts: PromptsConfig
+  model: ModelConfig
+  warm_start: WarmStartConfig
+  rollout: RolloutConfig
+  rewards: RewardsConfig
+  replay: ReplayConfig
+  objective: ObjectiveConfig
+  learner: LearnerConfig
+  mesh: MeshConfig
+  evaluate: EvaluateConfig
+
+  @property
+  def synchronous(self) -> bool:
+    return self.replay.max_staleness == 0
+
+
+def parse(
+  config: Mapping[str, Any],
+  *,
+  extra_checks: Sequence[Callable[[Any], list[str]]] = (),
+) -> RunConfig:
+  """Turns a nested mapping (a ``ConfigDict``) into a checked ``RunConfig``.
+
+  Args:
+    config: Every field of ``RunConfig``.
+    extra_checks: Checks that need what this module may not import, such as
+      the names of the datasets; each takes the fields and returns problems.
+
+  Raises:
+    ConfigError: Listing every problem. A cross-field check is left out only
+      where a field that it reads is itself a problem.
+  """
+  problems: list[str] = []
+  fields = _parse_fields(RunConfig, config, "", problems)
+  for check in (*_CROSS_FIELD_CHECKS, *extra_checks):
+    # A field that did not parse is reported already.
+    with contextlib.suppress(_UnknownFieldError):
+      problems.extend(check(fields))
+  if problems:
+    raise ConfigError(problems)
+  return _construct(RunConfig, fields)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+  """The config as plain JSON data, in the form that ``parse`` takes.
+
+  JSON has no infinity: an infinite value is written as the text "inf".
+  """
+  values = _finite(dataclasses.asdict(config))
+  values["prompts"]["params"] = json.dumps(config.prompts.params)
+  return values
+
+
+def _finite(values: Any) -> Any:
+  """``values`` with text in place of infinities, at any depth."""
+  if isinstance(values, dict):
+    return {name: _finite(value) for name, value in values.items()}
+  infinite = isinstance(values, float) and math.isinf(values)
+  return str(values) if infinite else values
+
+
+class _UnknownFieldError(Exception):
+  """A check read a field that did not parse."""
+
+
+class _Fields:
+  """The fields that parsed; reading another raises ``_UnknownFieldError``."""
+
+  def __getattr__(self, name):
+    raise _UnknownFieldError(name)
+
+
+def _construct(cls: type, fields: Any) -> Any:
+  if not dataclasses.is_dataclass(cls):
+    return fields
+  hints = typing.get_type_hints(cls)
+  return cls(
+    **{
+      field.name: _construct(hints[field.name], getattr(fields, field.name))
+      for field in dataclasses.fields(cls)
+    }
+  )
+
+
+def _parse_fields(
+  cls: type, config: Mapping[str, Any], path: str, problems: list[str]
+) -> _Fields:
+  """Parses each field of ``cls`` by its type and range."""
+  hints = typing.get_type_hints(cls)
+  for name in sorted(map(str, set(config) - set(hints))):
+    near = difflib.get_close_matches(name, hints, n=1, cutoff=0.0)
+    problems.append(f"{path}{name} is not a field. Try {path}{near[0]}.")
+  result = _Fields()
+  for name, hint in hints.items():
+    where = path + name
+    if name not in config:
+      problems.append(
+        f"{where} is missing. Set it, or start from configs/darl.py."
+      )
+      continue
+    value = config[name]
+    if dataclasses.is_dataclass(hint):
+      if isinstance(value, Mapping) or hasattr(value, "items"):
+        parsed = _parse_fields(hint, value, where + ".", problems)
+        setattr(result, name, parsed)
+      else:
+        problems.append(
+          f"{where} = {_shown(value)} is not a group of fields. Try "
+          f"{where}.{dataclasses.fields(hint)[0].name}=..."
+        )
+      continue
+    try:
+      parsed = _parse_value(hint, value)
+      _check_range(_RANGES.get(where), parsed)
+    except ValueError as error:
+      problems.append(f"{where} = {_shown(value)} {error}")
+    else:
+      setattr(result, name, parsed)
+  return result
+
+
+def _shown(value: Any) -> str:
+  """``value`` as a person would recognise it."""
+  text = repr(value)
+  return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _parse_value(hint: Any, value: Any) -> Any:
+  """``value`` as the type ``hint``, or a ValueError saying why not."""
+  if typing.get_origin(hint) is Literal:
+    options = typing.get_args(hint)
+    if value not in options:
+      near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.0)
+      raise ValueError(f"is not one of {', '.join(options)}. Try {near[0]!r}.")
+    return value
+  if hint is bool:
+    if not isinstance(value, bool):
+      raise ValueError("is not true or false. Try True.")
+    return value
+  if hint is int:
+    if isinstance(value, bool) or not isinstance(value, int):
+      finite = isinstance(value, float) and math.isfinite(value)
+      near = round(value) if finite else 1
+      raise ValueError(f"is not a whole number. Try {near}.")
+    return value
+  if hint is float:
+    if value in ("inf", "-inf"):  # As to_dict writes them.
+      return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+      raise ValueError("is not a number. Try 1.0.")
+    try:
+      number = float(value)
+    except OverflowError:
+      raise ValueError("is too large a number. Try 1.0.") from None
+    if math.isnan(number):
+      raise ValueError("is not a number. Try 1.0.")
+    return number
+  if hint is str:
+    if not isinstance(value, str) or not value:
+      raise ValueError("is not a name. Try 'chain_sum'.")
+    return value
+  # A dataset's own parameters: a JSON object as text.
+  try:
+    parsed = json.loads(value)
+    json.dumps(parsed, allow_nan=False)  # loads takes NaN and 1e999.
+  except (TypeError, ValueError, RecursionError):
+    parsed = None
+  if not isinstance(parsed, dict):
+    raise ValueError(
+      """is not a JSON object as text. Try '{"min_terms": 3}'."""
+    )
+  return parsed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+  """Values from ``low`` to ``high``; an open end is excluded."""
+
+  low: float
+  high: float = math.inf
+  open_low: bool = False
+  open_high: bool = False
+  infinite: bool = False  # Whether inf itself is a value.
+
+  def __contains__(self, value: float) -> bool:
+    if value == math.inf and not self.infinite:
+      return False
+    above = value > self.low if self.open_low else value >= self.low
+    below = value < self.high if self.open_high else value <= self.high
+    return above and below
+
+  def __str__(self) -> str:
+    if math.isinf(self.high):
+      start = f"above {self.low}" if self.open_low else f"at least {self.low}"
+      return start if self.infinite else f"{start} and finite"
+    left = "(" if self.open_low else "["
+    right = ")" if self.open_high else "]"
+    return f"in {left}{self.low}, {self.high}{right}"
+
+  def nearest(self, value: float) -> float:
+    """A value inside, as near to ``value`` as a person would pick."""
+    below = value <= self.low
+    end = self.low if below else self.high
+    if math.isinf(end):
+      # An infinity that is not a value: some ordinary value instead.
+      return type(value)(max(self.low, 0) + 1)
+    if not (self.open_low if below else self.open_high):
+      return end
+    span = self.high - self.low if math.isfinite(self.high) else 1.0
+    inside = 1 if isinstance(value, int) else span / 10
+    return end + inside if below else end - inside
+
+
+def _check_range(limits: _Range | None, value: Any) -> None:
+  if limits is not None and value not in limits:
+    near = limits.nearest(value)
+    text = f"{near:g}" if isinstance(near, float) else str(near)
+    raise ValueError(f"must be {limits}. Try {text}.")
+
+
+_POSITIVE = _Range(0, open_low=True)
+_AT_LEAST_0 = _Range(0)
+_AT_LEAST_1 = _Range(1)
+_FRACTION = _Range(0, 1, open_low=True)
+
+_RANGES = {
+  "seed": _Range(0, 2**31 - 1),
+  "num_steps": _AT_LEAST_0,
+  "prompts.num_items": _Range(2),
+  "prompts.heldout_fraction": _Range(0, 1, open_low=True, open_high=True),
+  "prompts.max_tokens": _AT_LEAST_1,
+  "prompts.vocab_size": _Range(260),
+  "model.num_layers": _AT_LEAST_1,
+  "model.embed_dim": _AT_LEAST_1,
+  "model.mlp_dim": _AT_LEAST_1,
+  "model.num_heads": _AT_LEAST_1,
+  "model.num_kv_heads": _AT_LEAST_1,
+  "model.head_dim": _Range(2),
+  "model.rope_theta": _POSITIVE,
+  "model.norm_eps": _POSITIVE,
+  "warm_start.steps": _AT_LEAST_0,
+  "warm_start.target_accuracy": _FRACTION,
+  "warm_start.batch_size": _AT_LEAST_1,
+  "warm_start.learning_rate": _POSITIVE,
+  "rollout.prompts_per_batch": _AT_LEAST_1,
+  "rollout.samples_per_prompt": _AT_LEAST_1,
+  "rollout.max_response_tokens": _AT_LEAST_1,
+  "rollout.chunk_tokens": _AT_LEAST_1,
+  "rollout.temperature": _POSITIVE,
+  "rewards.workers": _AT_LEAST_1,
+  "rewards.time_limit_s": _POSITIVE,
+  "rewards.memory_limit_mb": _Range(512),
+  "rewards.partial_credit": _Range(0, 1),
+  "replay.num_snapshots": _AT_LEAST_1,
+  "replay.max_staleness": _AT_LEAST_0,
+  "replay.max_uses": _AT_LEAST_1,
+  "replay.keep_fraction": _FRACTION,
+  "replay.reject_fraction": _Range(0, 1, open_high=True),
+  "replay.max_metric": _Range(-math.inf, open_low=True, infinite=True),
+  "replay.min_batch": _AT_LEAST_1,
+  "replay.snapshot_bytes": _AT_LEAST_1,
+  "replay.trajectory_bytes": _AT_LEAST_1,
+  "replay.timeout_s": _POSITIVE,
+  "replay.bias_alarm": _POSITIVE,
+  "objective.reward_tolerance": _AT_LEAST_0,
+  "objective.weight_cap": _Range(1, infinite=True),
+  "objective.kappa": _AT_LEAST_0,
+  "objective.clip_low": _FRACTION,
+  "objective.clip_high": _Range(0, open_low=True, infinite=True),
+  "objective.clip_age_decay": _FRACTION,
+  "objective.dual_clip": _Range(1, open_low=True, infinite=True),
+  "objective.max_behavior_weight": _Range(1, infinite=True),
+  "objective.max_versions": _AT_LEAST_1,
+  "learner.learning_rate": _AT_LEAST_0,
+  "learner.warmup_steps": _AT_LEAST_0,
+  "learner.final_learning_rate": _AT_LEAST_0,
+  "learner.b1": _Range(0, 1, open_high=True),
+  "learner.b2": _Range(0, 1, open_high=True),
+  "learner.eps": _POSITIVE,
+  "learner.weight_decay": _AT_LEAST_0,
+  "learner.max_grad_norm": _Range(0, open_low=True, infinite=True),
+  "learner.batch_size": _AT_LEAST_1,
+  "learner.minibatches": _AT_LEAST_1,
+  "learner.microbatches": _AT_LEAST_1,
+  "learner.rows": _AT_LEAST_1,
+  "learner.row_tokens": _Range(2),
+  "learner.score_rows": _AT_LEAST_1,
+  "learner.parity_alarm": _POSITIVE,
+  "mesh.train.data": _AT_LEAST_1,
+  "mesh.train.fsdp": _AT_LEAST_1,
+  "mesh.train.tensor": _AT_LEAST_1,
+  "mesh.rollout.data": _AT_LEAST_1,
+  "mesh.rollout.tensor": _AT_LEAST_1,
+  "evaluate.every": _AT_LEAST_1,
+  "evaluate.num_prompts": _AT_LEAST_1,
+}
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+  """The multiples of ``unit`` next to ``value``, as advice."""
+  below, above = value // unit * unit, -(-value // unit) * unit
+  return f"Nearest that do: {below}, {above}." if below else f"Try {above}."
+
+
+def _check_batch(c: Any) -> list[str]:
+  problems = []
+  if c.replay.min_batch > c.learner.batch_size:
+    problems.append(
+      f"replay.min_batch = {c.replay.min_batch} is more than "
+      f"learner.batch_size = {c.learner.batch_size}, so no step could start. "
+      f"Try replay.min_batch={c.learner.batch_size}."
+    )
+  return problems
+
+
+def _check_rows(c: Any) -> list[str]:
+  unit = c.learner.minibatches * c.learner.microbatches
+  unit *= c.mesh.train.data * c.mesh.train.fsdp
+  if c.learner.rows % unit == 0:
+    return []
+  return [
+    f"learner.rows = {c.learner.rows} do not split over minibatches * "
+    f"microbatches * mesh.train.data * mesh.train.fsdp = {unit}. "
+    + _nearest_multiples(c.learner.rows, unit)
+  ]
+
+
+def _check_score_rows(c: Any) -> list[str]:
+  unit = c.mesh.train.data * c.mesh.train.fsdp
+  if c.learner.score_rows % unit == 0:
+    return []
+  return [
+    f"learner.score_rows = {c.learner.score_rows} do not split over "
+    f"mesh.train.data * mesh.train.fsdp = {unit}. "
+    + _nearest_multiples(c.learner.score_rows, unit)
+  ]
+
+
+def _check_warm_start_batch(c: Any) -> list[str]:
+  unit = c.mesh.train.data * c.mesh.train.fsdp
+  if c.warm_start.batch_size % unit == 0:
+    return []
+  return [
+    f"warm_start.batch_size = {c.warm_start.batch_size} does not split over "
+    f"mesh.train.data * mesh.train.fsdp = {unit}. "
+    + _nearest_multiples(c.warm_start.batch_size, unit)
+  ]
+
+
+def _check_row_tokens(c: Any) -> list[str]:
+  longest = c.prompts.max_tokens + c.rollout.max_response_tokens
+  if c.learner.row_tokens >= longest:
+    return []
+  return [
+    f"learner.row_tokens = {c.learner.row_tokens} cannot hold the longest "
+    f"trajectory: prompts.max_tokens + rollout.max_response_tokens = {longest}."
+    f" Try learner.row_tokens={longest}."
+  ]
+
+
+def _check_rollout_split(c: Any) -> list[str]:
+  data = c.mesh.rollout.data
+  if c.rollout.prompts_per_batch % data == 0:
+    return []
+  return [
+    f"rollout.prompts_per_batch = {c.rollout.prompts_per_batch} do not split "
+    f"over mesh.rollout.data = {data}. "
+    + _nearest_multiples(c.rollout.prompts_per_batch, data)
+  ]
+
+
+def _check_heads(c: Any) -> list[str]:
+  problems = []
+  heads, kv_heads = c.model.num_heads, c.model.num_kv_heads
+  if heads % kv_heads:
+    problems.append(
+      f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = "
+      f"{kv_heads}. Try model.num_kv_heads={math.gcd(heads, kv_heads)}."
+    )
+  return problems
+
+
+def _check_head_dim(c: Any) -> list[str]:
+  if c.model.head_dim % 2 == 0:
+    return []
+  return [
+    f"model.head_dim = {c.model.head_dim} is odd, and rotary embedding turns "
+    f"pairs. Try model.head_dim={c.model.head_dim + 1}."
+  ]
+
+
+def _check_tensor_split(c: Any) -> list[str]:
+  problems = []
+  for mesh, tensor in (
+    ("train", c.mesh.train.tensor),
+    ("rollout", c.mesh.rollout.tensor),
+  ):
+    for name in ("num_heads", "num_kv_heads", "mlp_dim"):
+      size = getattr(c.model, name)
+      if size % tensor:
+        problems.append(
+          f"model.{name} = {size} does not split over mesh.{mesh}.tensor = "
+          f"{tensor}. Try mesh.{mesh}.tensor={math.gcd(size, tensor)}."
+        )
+  return problems
+
+
+def _check_fsdp_split(c: Any) -> list[str]:
+  size, fsdp = c.model.embed_dim, c.mesh.train.fsdp
+  if size % fsdp == 0:
+    return []
+  return [
+    f"model.embed_dim = {size} does not split over mesh.train.fsdp = {fsdp}. "
+    f"Try mesh.train.fsdp={math.gcd(size, fsdp)}."
+  ]
+
+
+def _check_synchronous(c: Any) -> list[str]:
+  if c.replay.max_staleness > 0 or c.replay.max_uses == 1:
+    return []
+  return [
+    f"replay.max_uses = {c.replay.max_uses} means nothing with "
+    "replay.max_staleness = 0: a sample is stale after its first use. Try "
+    "replay.max_uses=1, or replay.max_staleness=1."
+  ]
+
+
+def _check_schedule(c: Any) -> list[str]:
+  learner = c.learner
+  problems = []
+  if (
+    learner.schedule == "constant"
+    and learner.final_learning_rate != learner.learning_rate
+  ):
+    problems.append(
+      f"learner.final_learning_rate = {learner.final_learning_rate:g} is not "
+      f"learner.learning_rate = {learner.learning_rate:g}, but the schedule is "
+      "constant. Try learner.schedule='linear', or "
+      f"learner.final_learning_rate={learner.learning_rate:g}."
+    )
+  return problems
+
+
+def _check_warmup(c: Any) -> list[str]:
+  updates = c.num_steps * c.learner.minibatches
+  if c.learner.warmup_steps <= updates:
+    return []
+  return [
+    f"learner.warmup_steps = {c.learner.warmup_steps} are more than the run's "
+    f"num_steps * learner.minibatches = {updates} optimizer steps. Try "
+    f"learner.warmup_steps={updates // 10}."
+  ]
+
+
+_CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
+  _check_batch,
+  _check_rows,
+  _check_score_rows,
+  _check_warm_start_batch,
+  _check_row_tokens,
+  _check_rollout_split,
+  _check_heads,
+  _check_head_dim,
+  _check_tensor_split,
+  _check_fsdp_split,
+  _check_synchronous,
+  _check_schedule,
+  _check_warmup,
+)

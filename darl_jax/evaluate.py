@@ -1,0 +1,97 @@
+"""Greedy accuracy on held-out prompts."""
+
+import dataclasses
+from typing import Callable, Sequence
+
+import numpy as np
+
+from darl_jax.config import RunConfig
+from darl_jax.models.transformer import Policy
+from darl_jax.rollout.engine import Engine
+from darl_jax.types import PolicySnapshot, Prompt, TrajectoryGroup
+
+# A score from here on is right (verifiers may pay partial credit below).
+CORRECT = 0.99
+# Prompts decoded together at most: bounds the cache, not the evaluation.
+_MAX_BATCH = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """What one evaluation found.
+
+  Attributes:
+    accuracy: Share of prompts answered right; an answer whose verification
+      failed is not right.
+    failures: Answers whose verification failed.
+    mean_length: Sampled tokens per answer.
+    groups: The scored answers, one per prompt.
+  """
+
+  accuracy: float
+  failures: int
+  mean_length: float
+  groups: tuple[TrajectoryGroup, ...]
+
+  def metrics(self) -> dict[str, float]:
+    return {
+      "evaluate/accuracy": self.accuracy,
+      "evaluate/failures": self.failures,
+      "evaluate/mean_length": self.mean_length,
+    }
+
+
+class Evaluator:
+  """Asks the same held-out prompts each time, greedily."""
+
+  def __init__(
+    self,
+    policy: Policy,
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    *,
+    verify: Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup]],
+    **engine_arguments,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      policy: The model.
+      config: Of the run.
+      prompts: All of the held-out ones; the first ``num_prompts`` are asked.
+      verify: Scores groups and waits for them.
+      **engine_arguments: As ``Engine`` takes them.
+    """
+    self._prompts = prompts[: config.evaluate.num_prompts]
+    self._verify = verify
+    data = config.mesh.rollout.data
+    batch = -(-min(len(self._prompts), _MAX_BATCH) // data) * data
+    greedy = dataclasses.replace(
+      config.rollout,
+      prompts_per_batch=batch,
+      samples_per_prompt=1,
+      temperature=0.0,
+    )
+    self._engine = Engine(policy, greedy, **engine_arguments)
+
+  def evaluate(self, snapshot: PolicySnapshot) -> Evaluation:
+    """Accuracy of a snapshot that lies on the rollout mesh."""
+    size = self._engine.config.prompts_per_batch
+    answered: list[TrajectoryGroup] = []
+    for start in range(0, len(self._prompts), size):
+      groups, _ = self._engine.generate(
+        self._prompts[start : start + size],
+        first_group_id=start,
+        fetch=lambda: snapshot,
+      )
+      answered.extend(groups)
+    scored = self._verify(answered)
+    answers = [trajectory for g in scored for trajectory in g.trajectories]
+    rewards = [answer.reward for answer in answers]
+    right = [reward is not None and reward >= CORRECT for reward in rewards]
+    return Evaluation(
+      accuracy=float(np.mean(right)),
+      failures=sum(reward is None for reward in rewards),
+      mean_length=float(np.mean([answer.num_sampled for answer in answers])),
+      groups=tuple(scored),
+    )

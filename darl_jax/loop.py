@@ -1,0 +1,485 @@
+"""The run. Start reading here.
+
+    prompts --> rollout --> rewards --> replay.ring --> learner
+                   ^                        |  ^           |
+                   +------- snapshots ------+  +-----------+
+
+``Run`` builds the stages and owns what they share; ``Run.train`` is the loop.
+The stages know nothing of each other: they meet here, through ``types.py``.
+With ``replay.max_staleness = 0`` the same stages run in turn in one thread, and
+the run is deterministic.
+"""
+
+import dataclasses
+import pathlib
+import queue
+import time
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from darl_jax import checkpoint, metrics
+from darl_jax import config as config_lib
+from darl_jax.config import ConfigError, RunConfig
+from darl_jax.evaluate import Evaluation, Evaluator
+from darl_jax.learner.step import Learner
+from darl_jax.learner.warm_start import warm_start
+from darl_jax.models.transformer import Policy
+from darl_jax.prompts import dataset
+from darl_jax.replay import batching, selection
+from darl_jax.replay.ring import Entry, Pool, Ring
+from darl_jax.rewards.pool import VerifierPool
+from darl_jax.rollout.actor import Actor
+from darl_jax.rollout.engine import Engine
+from darl_jax.sharding import meshes, rules, transfer
+from darl_jax.summary import RewardMeter, Summary
+from darl_jax.types import Params, PolicySnapshot, TrainState, TrajectoryGroup
+
+# Seconds between looks at whether another thread has failed.
+_POLL_S = 0.2
+# Held-out answers written down at each evaluation, for people to read.
+_NUM_SAMPLES = 8
+
+
+class Interrupted(Exception):  # noqa: N818
+  """The run was asked to stop, by Ctrl-C or SIGTERM."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+  """What one step trains on.
+
+  Attributes:
+    pool: All that could have been chosen.
+    entries: The chosen ones.
+    logprobs: float32, flat over the entries' tokens, under the weights at the
+      start of the step.
+    dead_tokens: Tokens of dead groups that the step drew and that count in the
+      loss's denominator.
+    rng: Of the step's draws.
+    report: Metrics of pool, kept and dropped.
+  """
+
+  pool: Pool
+  entries: Sequence[Entry]
+  logprobs: np.ndarray
+  dead_tokens: int
+  rng: np.random.Generator
+  report: Mapping[str, float]
+
+
+class Run:
+  """One training run in one workdir."""
+
+  def __init__(
+    self,
+    config: RunConfig,
+    workdir: pathlib.Path,
+    *,
+    make_engine: Callable[..., Engine] = Engine,
+  ):
+    """Builds every stage; starts the verifier's processes and nothing else.
+
+    Args:
+      config: Parsed and checked.
+      workdir: Created if absent; must not hold a run.
+      make_engine: Builds the sampler of the training rollouts.
+
+    Raises:
+      ConfigError: The devices, the prompts or the workdir do not fit.
+    """
+    if (workdir / "config.json").exists():
+      raise ConfigError(
+        [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
+      )
+    self.config = config
+    self.workdir = workdir
+    self.meshes = meshes.split_devices(config.mesh)
+    self.prompts = dataset.load(config.prompts, seed=config.seed)
+    tokenizer = self.prompts.tokenizer
+    self.policy = Policy(config.model, vocab_size=tokenizer.vocab_size)
+    self.learner = Learner(
+      self.policy,
+      config.learner,
+      config.objective,
+      mesh=self.meshes.train,
+      temperature=config.rollout.temperature,
+      num_steps=config.num_steps,
+    )
+    self.ring = Ring(
+      config.replay,
+      advantage=config.objective.advantage,
+      reward_tolerance=config.objective.reward_tolerance,
+      groups_per_version=config.rollout.prompts_per_batch,
+    )
+    self._rollout_shardings = rules.param_shardings(
+      self.policy.logical_axes,
+      self.learner.param_shapes,
+      mesh=self.meshes.rollout,
+      rules=rules.ROLLOUT_RULES,
+    )
+    self._rollout_snapshot: PolicySnapshot | None = None
+    engine_arguments = dict(
+      mesh=self.meshes.rollout,
+      max_prompt_tokens=config.prompts.max_tokens,
+      stop_ids=tokenizer.stop_ids,
+      pad_id=tokenizer.pad_id,
+      seed=config.seed,
+    )
+    self.actor = Actor(
+      make_engine(self.policy, config.rollout, **engine_arguments),
+      dataset.batches(
+        self.prompts.train,
+        batch_size=config.rollout.prompts_per_batch,
+        seed=config.seed,
+      ),
+      fetch=self._newest_on_rollout_mesh,
+      reserve=self.ring.reserve,
+      deliver=self._verify_for_training,
+      fail=self.ring.close,
+    )
+    self.evaluator = Evaluator(
+      self.policy,
+      config,
+      self.prompts.heldout,
+      verify=self._verify_now,
+      **engine_arguments,
+    )
+    self.verifier = VerifierPool(
+      config.rewards,
+      task=dataset.verifier_task(config.prompts, seed=config.seed),
+      decode=tokenizer.decode,
+      fail=self.ring.close,
+    )
+    self.rewards = RewardMeter()
+    self.summary = Summary()
+    self.writer = metrics.MetricsWriter(workdir)
+    self.progress = metrics.Progress()
+    self.state: TrainState | None = None
+
+  def execute(self) -> dict[str, Any]:
+    """The whole run: warm start, evaluation, training, evaluation.
+
+    However it ends, the workdir then says how far it got (``summary.json``)
+    and holds the learner's state of the last finished step.
+
+    Returns:
+      The summary.
+
+    Raises:
+      RingFailed: Another thread failed, or the run was interrupted; the cause
+        says which.
+      Starved: Too few trajectories passed the selection in time.
+    """
+    self.writer.write_json("config.json", config_lib.to_dict(self.config))
+    self.prompts.tokenizer.save(self.workdir / "tokenizer.json")
+    try:
+      with self.progress:
+        self._publish(self.learner.init_state(self._warm_start()), version=0)
+        self._evaluate(0)
+        self.train()
+        self.summary.status = "complete"
+    except BaseException as error:
+      interrupted = isinstance(error.__cause__, Interrupted)
+      self.summary.status = "interrupted" if interrupted else "failed"
+      self.summary.error = f"{type(error).__name__}: {error}"
+      raise
+    finally:
+      self.summary.training_ended()
+      summary = self._finish()
+    return summary
+
+  def train(self) -> None:
+    """The loop: choose from the ring, step, publish, report."""
+    config = self.config
+    self.progress.stage("train", config.num_steps)
+    self.summary.training_started()
+    if not config.synchronous:
+      self.actor.start()
+    for version in range(config.num_steps):
+      chosen = self._choose(self.state.params, version)
+      batch, placed, batch_metrics = batching.build_batch(
+        chosen.entries,
+        chosen.logprobs,
+        objective=config.objective,
+        learner=config.learner,
+        version=version,
+        dead_tokens=chosen.dead_tokens,
+        rng=chosen.rng,
+      )
+      state, step_metrics = self.learner.step(self.state, batch)
+      self.ring.mark_trained(placed, chosen.pool)
+      self._publish(state, version=version + 1)
+      self._report(version + 1, placed, chosen.report | batch_metrics, step_metrics)
+      last = version + 1 == config.num_steps
+      if last:
+        self._stop_generating()
+      if last or (version + 1) % config.evaluate.every == 0:
+        self._evaluate(version + 1)
+
+  def interrupt(self) -> None:
+    """Ends the run where it waits next; callable from a signal handler."""
+    self.ring.close(Interrupted("the run was asked to stop"))
+
+  # ------------------------------------------------------------------- stages
+
+  def _warm_start(self) -> Params:
+    """Fresh parameters, after the supervised stage."""
+    config = self.config.warm_start
+    params = self.learner.init_params(self.config.seed)
+    if not config.steps:
+      return params
+    self.progress.stage("warm start", config.steps)
+    tokenizer = self.prompts.tokenizer
+    examples = [
+      (prompt.tokens, tokenizer.encode_response(prompt.reference["answer"]))
+      for prompt in self.prompts.train
+      if prompt.reference["answer"] is not None
+    ]
+
+    def advance(values: Mapping[str, float]) -> None:
+      self.progress.advance(1, **values)
+      self.ring.check()
+
+    return warm_start(
+      self.policy,
+      params,
+      examples,
+      config,
+      mesh=self.meshes.train,
+      seed=self.config.seed,
+      advance=advance,
+    )
+
+  def _publish(self, state: TrainState, *, version: int) -> None:
+    """Gives the ring its own copy of the parameters, which nothing donates."""
+    self.state = state
+    self.ring.push_snapshot(transfer.to_host(state.params, version=version))
+
+  def _newest_on_rollout_mesh(self) -> PolicySnapshot:
+    """The ring's newest snapshot, moved when it is a new one."""
+    newest = self.ring.latest()
+    held = self._rollout_snapshot
+    if held is None or held.version != newest.version:
+      held = self._rollout_snapshot = self._on_rollout_mesh(newest)
+    return held
+
+  def _on_rollout_mesh(self, snapshot: PolicySnapshot) -> PolicySnapshot:
+    return transfer.to_mesh(
+      snapshot,
+      shardings=self._rollout_shardings,
+      dtype=jnp.dtype(self.config.rollout.dtype),
+    )
+
+  def _verify_for_training(self, groups: Sequence[TrajectoryGroup]) -> None:
+    """Generated groups: counted by the ring, then verified, then admitted."""
+    self.ring.begin(groups)
+
+    def admit(group: TrajectoryGroup) -> None:
+      self.rewards.add(group)
+      self.ring.admit(group)
+
+    self.verifier.submit(groups, deliver=admit)
+
+  def _verify_now(
+    self, groups: Sequence[TrajectoryGroup]
+  ) -> list[TrajectoryGroup]:
+    """Scores groups that are not for training, and waits for them."""
+    scored: queue.SimpleQueue[TrajectoryGroup] = queue.SimpleQueue()
+    self.verifier.submit(groups, deliver=scored.put)
+    done: list[TrajectoryGroup] = []
+    while len(done) < len(groups):
+      try:
+        done.append(scored.get(timeout=_POLL_S))
+      except queue.Empty:
+        self.ring.check()
+    return sorted(done, key=lambda group: group.group_id)
+
+  # --------------------------------------------------------------- one step
+
+  def _choose(self, params: Params, version: int) -> Chosen:
+    """Waits for a pool, scores it, and selects this step's trajectories.
+
+    Raises:
+      Starved: Too few pass the selection within ``replay.timeout_s``.
+    """
+    config = self.config
+    replay = config.replay
+    rng = np.random.default_rng([config.seed, version])
+    deadline = time.monotonic() + replay.timeout_s
+    needed = selection.pool_needed(replay, replay.min_batch)
+    while True:
+      start = time.monotonic()
+      pool = self._take(needed, deadline)
+      self.summary.learner_waited(time.monotonic() - start)
+      scores = self._score(params, pool.entries)
+      kept = selection.select(
+        scores.statistics,
+        replay,
+        batch_size=config.learner.batch_size,
+        rng=rng,
+      )
+      if len(kept) >= replay.min_batch:
+        break
+      # max_metric bars too many of this pool: wait until there are more.
+      needed = len(pool) + 1
+    report, alarms = selection.report(
+      scores.statistics, kept, bias_alarm=replay.bias_alarm
+    )
+    for alarm in alarms:
+      self.progress.alarm(alarm)
+    live_only = config.objective.denominator == "live"
+    return Chosen(
+      pool=pool,
+      entries=[pool.entries[i] for i in kept],
+      logprobs=scores.logprobs(kept),
+      dead_tokens=0 if live_only else pool.dead_tokens,
+      rng=rng,
+      report=report | self._parity(params, pool),
+    )
+
+  def _take(self, needed: int, deadline: float) -> Pool:
+    """The ring's pool once it holds ``needed``; fills it when synchronous."""
+    if not self.config.synchronous:
+      return self.ring.take(needed, max(deadline - time.monotonic(), 0.0))
+    while (pool := self.ring.try_take(needed)) is None:
+      if time.monotonic() > deadline:
+        return self.ring.take(needed, 0.0)  # Raises, with the diagnosis.
+      self.actor.generate()
+      self.verifier.join(self.config.replay.timeout_s)
+    return pool
+
+  def _score(
+    self, params: Params, entries: Sequence[Entry]
+  ) -> batching.Scores:
+    """The scoring pass over the pool (method 2.1)."""
+    learner = self.config.learner
+    layout = batching.score_batches(
+      entries, score_rows=learner.score_rows, row_tokens=learner.row_tokens
+    )
+    # All are dispatched before the first is waited for.
+    results = [self.learner.score(params, batch) for batch in layout.batches]
+    return layout.gather(results)
+
+  def _parity(self, params: Params, pool: Pool) -> dict[str, float]:
+    """How the sampler's log-probs compare with the learner's, per token.
+
+    Recomputes one dispatch of the newest trajectories that a single version
+    sampled from end to end, under that version.
+    """
+    learner = self.config.learner
+    whole = [
+      entry
+      for entry in pool.entries
+      if entry.trajectory.policy_version[-1] == entry.trajectory.begun_by
+    ]
+    if not whole:
+      return {}
+    sampler = max(entry.trajectory.begun_by for entry in whole)
+    layout = batching.score_batches(
+      [entry for entry in whole if entry.trajectory.begun_by == sampler],
+      score_rows=learner.score_rows,
+      row_tokens=learner.row_tokens,
+    )
+    if sampler != pool.version:
+      params = transfer.to_mesh(
+        self.ring.snapshot(sampler),
+        shardings=self.learner.param_shardings,
+        dtype=jnp.dtype(self.config.model.param_dtype),
+      ).params
+    batch = layout.batches[0]
+    logprobs, _ = self.learner.score(params, batch)
+    gaps = np.abs(np.asarray(logprobs) - batch.behavior_logprobs)
+    gaps = gaps[batch.loss_mask]
+    p95, largest = float(np.quantile(gaps, 0.95)), float(np.max(gaps))
+    if p95 > learner.parity_alarm:
+      self.progress.alarm(
+        f"sampler and learner disagree: the 95th percentile of their "
+        f"log-probs' difference is {p95:.2g} nats, above "
+        f"learner.parity_alarm = {learner.parity_alarm:g}"
+      )
+    return {"parity/p95": p95, "parity/max": largest}
+
+  # ------------------------------------------------------------ what is seen
+
+  def _evaluate(self, step: int) -> None:
+    """Held-out accuracy of the newest snapshot, and some of its answers."""
+    snapshot = self._on_rollout_mesh(self.ring.latest())
+    evaluation = self.evaluator.evaluate(snapshot)
+    self.summary.evaluated(step, evaluation.accuracy)
+    self.writer.write(step, evaluation.metrics())
+    self.writer.write_samples(step, self._samples(evaluation))
+    self.progress.update(evaluation.metrics())
+
+  def _samples(self, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """The first held-out answers as people read them."""
+    decode = self.prompts.tokenizer.decode
+    for group in evaluation.groups[:_NUM_SAMPLES]:
+      answer = group.trajectories[0]
+      yield {
+        "prompt": decode(group.prompt.tokens),
+        "response": decode(answer.response),
+        "reference": group.prompt.reference["answer"],
+        "reward": answer.reward,
+      }
+
+  def _report(
+    self,
+    step: int,
+    placed: Sequence[Entry],
+    host_metrics: Mapping[str, float],
+    step_metrics: Mapping[str, Any],
+  ) -> None:
+    """One step's metrics, to the files and to the display."""
+    values = {
+      **metrics.flatten(step_metrics),
+      **host_metrics,
+      **self.rewards.drain(),
+      **self.actor.metrics(),
+      **self.verifier.metrics(),
+      **self.summary.stepped(step, placed),
+      **self._waits(),
+      "train/learning_rate": float(
+        self.learner.schedule(step * self.config.learner.minibatches - 1)
+      ),
+    }
+    self.writer.write(step, values)
+    self.progress.advance(1, **values)
+
+  def _waits(self) -> dict[str, float]:
+    """Who waits for whom. Alone in one thread, one side works at a time."""
+    if self.config.synchronous:
+      generating = self.actor.metrics()["rollout/seconds"]
+      return self.summary.waits(self.summary.train_seconds - generating)
+    return self.summary.waits(self.ring.occupancy().reserve_wait_s)
+
+  # --------------------------------------------------------------- the end
+
+  def _stop_generating(self) -> None:
+    """Ends the actor, and lets the verifier finish what was generated."""
+    self.summary.training_ended()
+    self.actor.stop()
+    self.verifier.join(self.config.replay.timeout_s)
+
+  def _finish(self) -> dict[str, Any]:
+    """Ends threads and processes and writes what the run leaves behind."""
+    self.ring.close()
+    self.actor.stop()
+    self.verifier.close()
+    accounting = self.ring.accounting()
+    summary = self.summary.to_dict(
+      accounting,
+      self.ring.occupancy(),
+      self.actor.metrics(),
+      self.verifier.metrics(),
+      self._waits(),
+    )
+    summary["compiles"] = self.learner.compiles() | self.actor.compiles()
+    self.writer.write_json("summary.json", summary)
+    self.writer.close()
+    if self.state is not None:
+      checkpoint.save(self.workdir / "checkpoint", self.state)
+    accounting.check()
+    metrics.save_learning_curve(self.workdir)
+    return summary

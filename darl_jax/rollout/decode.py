@@ -1,0 +1,179 @@
+"""Jitted prefill and decode: prompts and parameters in, sampled tokens out."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from darl_jax.models import kv_cache
+from darl_jax.models.transformer import Policy
+from darl_jax.types import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SampledTokens:
+  """Tokens of one dispatch.
+
+  Attributes:
+    tokens: int32 [B, C]; the pad id in rows that had ended before.
+    logprobs: float32 [B, C], nats, of the tempered distribution.
+    entropy: float32 [B, C], nats, of the tempered distribution.
+  """
+
+  tokens: jax.Array
+  logprobs: jax.Array
+  entropy: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+  """What decoding carries from one token to the next.
+
+  Attributes:
+    cache: Of every token but the last one sampled.
+    last: int32 [B], the last token sampled.
+    ended: bool [B], the row has sampled a stop token.
+    keys: PRNG keys [B], one per request: a row's tokens do not depend on what
+      else is in the batch.
+    count: int32 [], tokens sampled so far.
+  """
+
+  cache: kv_cache.KVCache
+  last: jax.Array
+  ended: jax.Array
+  keys: jax.Array
+  count: jax.Array
+
+
+def request_keys(root: jax.Array, request_ids: jax.Array) -> jax.Array:
+  """A key per request [B], from the ids [B, 2] of group and sample."""
+
+  def key(ids: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(root, ids[0]), ids[1])
+
+  return jax.vmap(key)(request_ids)
+
+
+class Decoder:
+  """The two programs of the sampler, each compiled once.
+
+  ``temperature`` 0 is greedy; log-probs and entropy are then of the
+  distribution at temperature 1.
+  """
+
+  def __init__(
+    self,
+    policy: Policy,
+    *,
+    samples_per_prompt: int,
+    max_response_tokens: int,
+    chunk_tokens: int,
+    temperature: float,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    dtype: jnp.dtype,
+  ):
+    self._policy = policy
+    self._samples = samples_per_prompt
+    self._temperature = temperature
+    self._stop_ids = stop_ids
+    self._pad_id = pad_id
+    self._dtype = dtype
+    # The first token comes with the prefill, the rest in whole chunks.
+    self.num_chunks = -(-(max_response_tokens - 1) // chunk_tokens)
+    self._response_slots = self.num_chunks * chunk_tokens
+    self._chunk_tokens = chunk_tokens
+    self.prefill = jax.jit(self._prefill)
+    self.decode = jax.jit(self._decode, donate_argnames="state")
+
+  def compiles(self) -> dict[str, int]:
+    """How often each program was compiled."""
+    return {
+      "prefill": self.prefill._cache_size(),
+      "decode": self.decode._cache_size(),
+    }
+
+  def _prefill(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    first: jax.Array,
+    request_ids: jax.Array,
+    root: jax.Array,
+  ) -> tuple[DecodeState, SampledTokens]:
+    """Reads each prompt once and samples the first token of its G responses.
+
+    Args:
+      params: On the rollout mesh.
+      tokens: int32 [Q, P], left-padded prompts.
+      first: int32 [Q], slot of each prompt's first token.
+      request_ids: int32 [Q * G, 2], group and sample.
+      root: The run's sampling key.
+    """
+    cache = kv_cache.empty(
+      self._policy.config,
+      first=first,
+      slots=tokens.shape[1] + self._response_slots,
+      dtype=self._dtype,
+    )
+    hidden, cache = self._policy.extend(params, tokens, cache)
+    last_hidden = jnp.repeat(hidden[:, -1], self._samples, axis=0)
+    cache = kv_cache.repeat(cache, self._samples)
+    ended = jnp.zeros(last_hidden.shape[0], bool)
+    keys = request_keys(root, request_ids)
+    count = jnp.zeros((), jnp.int32)
+    sampled = self._sample(params, last_hidden, ended, keys, count)
+    state = self._advance(cache, sampled, ended, keys, count)
+    return state, jax.tree.map(lambda x: x[:, None], sampled)
+
+  def _decode(
+    self, params: Params, state: DecodeState
+  ) -> tuple[DecodeState, SampledTokens]:
+    """Samples one chunk of tokens, [B, chunk_tokens]."""
+
+    def step(state: DecodeState, _):
+      hidden, cache = self._policy.extend(
+        params, state.last[:, None], state.cache
+      )
+      sampled = self._sample(
+        params, hidden[:, 0], state.ended, state.keys, state.count
+      )
+      state = self._advance(
+        cache, sampled, state.ended, state.keys, state.count
+      )
+      return state, sampled
+
+    state, sampled = jax.lax.scan(step, state, length=self._chunk_tokens)
+    return state, jax.tree.map(functools.partial(jnp.swapaxes, axis1=0, axis2=1), sampled)
+
+  def _advance(self, cache, sampled, ended, keys, count) -> DecodeState:
+    stops = jnp.asarray(self._stop_ids, jnp.int32)
+    stopped = jnp.any(sampled.tokens[:, None] == stops[None, :], axis=1)
+    return DecodeState(
+      cache=cache,
+      last=sampled.tokens,
+      ended=ended | stopped,
+      keys=keys,
+      count=count + 1,
+    )
+
+  def _sample(self, params, hidden, ended, keys, count) -> SampledTokens:
+    """One token per row from final hidden states [B, D]."""
+    unembedding = self._policy.unembedding(params).astype(hidden.dtype)
+    logits = jnp.einsum(
+      "bd,vd->bv", hidden, unembedding, preferred_element_type=jnp.float32
+    )
+    if self._temperature == 0:
+      tokens = jnp.argmax(logits, axis=-1)
+    else:
+      logits = logits / self._temperature
+      token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, count)
+      tokens = jax.vmap(jax.random.categorical)(token_keys, logits)
+    tokens = jnp.where(ended, self._pad_id, tokens).astype(jnp.int32)
+    logits = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    entropy = -jnp.sum(jnp.exp(logits) * logits, axis=-1)
+    return SampledTokens(tokens, logprobs, entropy)

@@ -1,0 +1,78 @@
+"""Splits the devices into a train mesh and a rollout mesh."""
+
+import dataclasses
+from typing import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from darl_jax.config import ConfigError, MeshConfig
+
+TRAIN_AXES = ("data", "fsdp", "tensor")
+ROLLOUT_AXES = ("data", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Meshes:
+  """Where the learner and the sampler run.
+
+  Attributes:
+    train: Axes data, fsdp, tensor.
+    rollout: Axes data, tensor; shares the device when there is only one.
+    unused: Devices of neither.
+  """
+
+  train: Mesh
+  rollout: Mesh
+  unused: int
+
+  @property
+  def shared(self) -> bool:
+    return bool(set(self.train.devices.flat) & set(self.rollout.devices.flat))
+
+
+def split_devices(
+  config: MeshConfig, devices: Sequence[jax.Device] | None = None
+) -> Meshes:
+  """The first devices train, the next ones sample.
+
+  Disjoint when there are two devices or more; with one, both meshes are that
+  device.
+
+  Args:
+    config: Sizes of both meshes.
+    devices: All attached ones by default.
+
+  Raises:
+    ConfigError: There are too few devices.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  train, rollout = config.train, config.rollout
+  shared = len(devices) == 1
+  needed = max(train.size, rollout.size) if shared else train.size + rollout.size
+  if needed > len(devices):
+    half = max(len(devices) // 2, 1)
+    raise ConfigError(
+      [
+        f"mesh.train (data={train.data} x fsdp={train.fsdp} x "
+        f"tensor={train.tensor}) and mesh.rollout (data={rollout.data} x "
+        f"tensor={rollout.tensor}) need {train.size} + {rollout.size} = "
+        f"{train.size + rollout.size} devices, but {len(devices)} are "
+        f"attached. Try mesh.train.data=1, mesh.train.fsdp={half}, "
+        f"mesh.train.tensor=1, mesh.rollout.data={half}, "
+        "mesh.rollout.tensor=1."
+      ]
+    )
+  start = 0 if shared else train.size
+  train_devices = np.array(devices[: train.size]).reshape(
+    train.data, train.fsdp, train.tensor
+  )
+  rollout_devices = np.array(devices[start : start + rollout.size]).reshape(
+    rollout.data, rollout.tensor
+  )
+  return Meshes(
+    train=Mesh(train_devices, TRAIN_AXES),
+    rollout=Mesh(rollout_devices, ROLLOUT_AXES),
+    unused=len(devices) - needed,
+  )

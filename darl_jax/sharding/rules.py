@@ -1,0 +1,118 @@
+"""Logical axis to mesh axis: one table per mesh, and what follows from it."""
+
+from typing import Mapping
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from darl_jax.types import Params
+
+MeshAxis = str | tuple[str, ...] | None
+
+# The learner: parameters and optimizer state are cut along fsdp (ZeRO-3) and
+# tensor, rows of a batch along data and fsdp.
+TRAIN_RULES: Mapping[str, MeshAxis] = {
+  "layer": None,
+  "vocab": "tensor",
+  "embed": "fsdp",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "head_dim": None,
+  "mlp": "tensor",
+  "rows": ("data", "fsdp"),
+}
+
+# The sampler: every data slice holds all parameters, cut along tensor.
+ROLLOUT_RULES: Mapping[str, MeshAxis] = {
+  "layer": None,
+  "vocab": "tensor",
+  "embed": None,
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "head_dim": None,
+  "mlp": "tensor",
+  "rows": "data",
+}
+
+# Axes that no config field can make divisible: they are replicated where the
+# mesh axis does not divide them.
+_REPLICATED_IF_RAGGED = ("vocab",)
+
+
+def spec(
+  axes: tuple[str | None, ...],
+  shape: tuple[int, ...],
+  *,
+  mesh: Mesh,
+  rules: Mapping[str, MeshAxis],
+) -> PartitionSpec:
+  """The partition of an array whose axes have these logical names.
+
+  Args:
+    axes: A name per dimension; None leaves a dimension whole.
+    shape: The array's shape.
+    mesh: Whose axis sizes must divide the shape.
+    rules: ``TRAIN_RULES`` or ``ROLLOUT_RULES``.
+
+  Raises:
+    ValueError: The mesh does not divide the shape, or an axis has no rule.
+  """
+  entries: list[MeshAxis] = []
+  for name, size in zip(axes, shape, strict=True):
+    if name is None:
+      entries.append(None)
+      continue
+    if name not in rules:
+      raise ValueError(
+        f"logical axis {name!r} has no rule; rules are {', '.join(rules)}"
+      )
+    target = rules[name]
+    names = (target,) if isinstance(target, str) else target or ()
+    parts = 1
+    for axis in names:
+      parts *= mesh.shape[axis]
+    if size % parts:
+      if name in _REPLICATED_IF_RAGGED:
+        target = None
+      else:
+        raise ValueError(
+          f"axis {name!r} of size {size} does not split over {names} = {parts}"
+        )
+    entries.append(target)
+  return PartitionSpec(*entries)
+
+
+def param_shardings(
+  logical_axes: Params,
+  shapes: Params,
+  *,
+  mesh: Mesh,
+  rules: Mapping[str, MeshAxis],
+) -> Params:
+  """A ``NamedSharding`` for every parameter.
+
+  Args:
+    logical_axes: Tree of tuples of names, as ``Policy.logical_axes``.
+    shapes: The same tree of anything with a shape.
+    mesh: Where the parameters go.
+    rules: That mesh's table.
+  """
+  return jax.tree.map(
+    lambda axes, leaf: NamedSharding(
+      mesh, spec(axes, leaf.shape, mesh=mesh, rules=rules)
+    ),
+    logical_axes,
+    shapes,
+    is_leaf=lambda node: isinstance(node, tuple),
+  )
+
+
+def rows_sharding(
+  mesh: Mesh, rules: Mapping[str, MeshAxis], *, leading: int = 0
+) -> NamedSharding:
+  """Of arrays [..., rows, ...] with ``leading`` axes before the rows."""
+  return NamedSharding(mesh, PartitionSpec(*[None] * leading, rules["rows"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,204 @@
+"""The types that the stages exchange, and the legend of array shapes.
+
+Shape letters, used in every docstring:
+
+  B  rows of a packed batch          V  vocabulary
+  T  tokens of a row or trajectory   D  embedding
+  P  tokens of a prompt              F  mlp hidden
+  R  sampled tokens of a response    N  query heads
+  G  samples per prompt              M  key/value heads
+  K  snapshots in the ring           H  head dimension
+  E  entries of the version table    S  cache slots
+
+Index convention, once, everywhere: ``logprobs[b, t]`` is the log-prob of
+``tokens[b, t]`` given what precedes it; position 0 is always masked. Log-probs
+are of the *sampled* distribution: temperature is applied by the sampler and
+by the learner alike.
+
+Types that stay on the host hold numpy arrays; ``Batch`` and ``TrainState`` are
+pytrees of device arrays with static shapes.
+"""
+
+import dataclasses
+import enum
+from typing import Any, Mapping
+
+import jax
+import numpy as np
+
+Params = Any  # A pytree of arrays.
+
+
+class Finish(enum.Enum):
+  """Why a response ended."""
+
+  STOP = "stop"  # It sampled a stop token.
+  LENGTH = "length"  # It reached the longest response allowed.
+  ABORTED = "aborted"  # The run stopped it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """A question, ready to be answered.
+
+  Attributes:
+    id: Identifies the question: equal questions have equal ids.
+    tokens: int32 [P], the prompt exactly as the policy sees it.
+    reference: What the verifier needs to score an answer; plain JSON data.
+  """
+
+  id: str
+  tokens: np.ndarray
+  reference: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """A prompt and one sampled response, as the behavior policies left it.
+
+  What changes later (advantage, uses, fate) lives in the ring's record of it.
+
+  Attributes:
+    prompt_id: The prompt's id.
+    group_id: Shared by the G samples drawn for one prompt at one time.
+    tokens: int32 [T], prompt and response.
+    loss_mask: bool [T], true on sampled tokens, the stop token included.
+    behavior_logprobs: float32 [T], nats, under the policy that sampled the
+      token, temperature applied; 0 where masked.
+    behavior_entropy: float32 [T], nats, of that tempered distribution.
+    policy_version: int32 [T], the snapshot that sampled each token. Prompt
+      tokens carry the version that began the response.
+    turn: int32 [T], the turn of a conversation a token belongs to.
+    finish: Why the response ended.
+    reward: None until verified, and where verification failed; never NaN.
+  """
+
+  prompt_id: str
+  group_id: int
+  tokens: np.ndarray
+  loss_mask: np.ndarray
+  behavior_logprobs: np.ndarray
+  behavior_entropy: np.ndarray
+  policy_version: np.ndarray
+  turn: np.ndarray
+  finish: Finish
+  reward: float | None = None
+
+  @property
+  def begun_by(self) -> int:
+    """The snapshot that began this response: the slot it belongs to."""
+    return int(self.policy_version[0])
+
+  @property
+  def response(self) -> np.ndarray:
+    """int32 [R], the sampled tokens."""
+    return self.tokens[self.loss_mask]
+
+  @property
+  def num_sampled(self) -> int:
+    return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryGroup:
+  """The G samples of one prompt: the unit of advantages and of admission.
+
+  Attributes:
+    group_id: Unique within a run.
+    prompt: What was asked.
+    trajectories: The G samples.
+    failures: For each sample None, or why its verification failed (a
+      recorded failure has no reward: it is neither right nor wrong).
+  """
+
+  group_id: int
+  prompt: Prompt
+  trajectories: tuple[Trajectory, ...]
+  failures: tuple[str | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicySnapshot:
+  """The parameters of one version, immutable and never donated.
+
+  Attributes:
+    version: Number of learner steps behind these parameters.
+    params: Pytree of numpy arrays on the host, or of device arrays once it
+      was moved to a mesh.
+  """
+
+  version: int
+  params: Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoreBatch:
+  """Packed trajectories for one dispatch of the scoring pass.
+
+  Attributes: as in ``Batch``, without leading axes; ``behavior_entropy`` is
+  float32 [B, T], nats.
+  """
+
+  tokens: jax.Array
+  positions: jax.Array
+  segment_ids: jax.Array
+  loss_mask: jax.Array
+  behavior_logprobs: jax.Array
+  behavior_entropy: jax.Array
+  advantages: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Packed trajectories for one learner step; every shape is static.
+
+  Leading axes [minibatches, microbatches] are scanned by the step; they are
+  written here as "...".
+
+  Attributes:
+    tokens: int32 [..., B, T].
+    positions: int32 [..., B, T], restarting at 0 with each trajectory.
+    segment_ids: int32 [..., B, T], 1, 2, ... per trajectory of a row; 0 pads.
+    loss_mask: bool [..., B, T].
+    behavior_logprobs: float32 [..., B, T].
+    proximal_logprobs: float32 [..., B, T], under the weights at the start of
+      the step.
+    behavior_index: int32 [..., B, T], entry of the version table that sampled
+      the token.
+    token_weights: float32 [..., B, T], alpha_v / N_v (method 2.3), detached.
+    advantages: float32 [..., B, T], each trajectory's advantage on its tokens.
+    clip_low: float32 [E], lower clip distance of each version.
+    clip_high: float32 [E], upper clip distance of each version.
+    versions: int32 [E], the version table; -1 marks an unused entry.
+  """
+
+  tokens: jax.Array
+  positions: jax.Array
+  segment_ids: jax.Array
+  loss_mask: jax.Array
+  behavior_logprobs: jax.Array
+  proximal_logprobs: jax.Array
+  behavior_index: jax.Array
+  token_weights: jax.Array
+  advantages: jax.Array
+  clip_low: jax.Array
+  clip_high: jax.Array
+  versions: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """What the learner updates; donated to every step.
+
+  Attributes:
+    step: int32 [], learner steps taken: the version of ``params``.
+    params: The policy's parameters.
+    opt_state: optax state.
+  """
+
+  step: jax.Array
+  params: Params
+  opt_state: Any
