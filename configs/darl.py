@@ -14,7 +14,7 @@ from darl_jax.models import presets
 def get_config() -> config_dict.ConfigDict:
   config = config_dict.ConfigDict()
   config.seed = 0
-  config.num_steps = 400
+  config.num_steps = 1200
 
   config.prompts = config_dict.ConfigDict(
     dict(
@@ -24,20 +24,20 @@ def get_config() -> config_dict.ConfigDict:
       ),
       num_items=20_000,
       heldout_fraction=0.15,
-      max_tokens=12,
+      max_tokens=10,
       vocab_size=320,
     )
   )
   config.model = config_dict.ConfigDict(presets.nano())
   config.warm_start = config_dict.ConfigDict(
-    dict(steps=400, target_accuracy=0.18, batch_size=256, learning_rate=1e-3)
+    dict(steps=300, target_accuracy=0.15, batch_size=256, learning_rate=2e-3)
   )
   config.rollout = config_dict.ConfigDict(
     dict(
-      prompts_per_batch=64,
+      prompts_per_batch=40,
       samples_per_prompt=8,
-      max_response_tokens=6,
-      chunk_tokens=3,
+      max_response_tokens=5,
+      chunk_tokens=2,
       temperature=1.0,
       dtype="float32",
     )
@@ -53,14 +53,14 @@ def get_config() -> config_dict.ConfigDict:
   config.replay = config_dict.ConfigDict(
     dict(
       num_snapshots=4,
-      max_staleness=4,
+      max_staleness=3,
       max_uses=1,
       metric="harmful",
       selection_mode="reject_worst",
       keep_fraction=0.5,
       reject_fraction=0.25,
       max_metric=float("inf"),
-      min_batch=256,
+      min_batch=144,
       snapshot_bytes=256 * 2**20,
       trajectory_bytes=256 * 2**20,
       timeout_s=60.0,
@@ -87,21 +87,21 @@ def get_config() -> config_dict.ConfigDict:
   )
   config.learner = config_dict.ConfigDict(
     dict(
-      learning_rate=3e-4,
-      schedule="constant",
+      learning_rate=5e-4,
+      schedule="linear",
       warmup_steps=10,
-      final_learning_rate=3e-4,
+      final_learning_rate=5e-5,
       b1=0.9,
-      b2=0.99,
+      b2=0.95,
       eps=1e-8,
       weight_decay=0.0,
       max_grad_norm=1.0,
-      batch_size=384,
+      batch_size=192,
       minibatches=1,
       microbatches=1,
-      rows=128,
+      rows=48,
       row_tokens=48,
-      score_rows=64,
+      score_rows=24,
       parity_alarm=0.01,
     )
   )
@@ -111,5 +111,5 @@ def get_config() -> config_dict.ConfigDict:
       rollout=dict(data=1, tensor=1),
     )
   )
-  config.evaluate = config_dict.ConfigDict(dict(every=50, num_prompts=512))
+  config.evaluate = config_dict.ConfigDict(dict(every=200, num_prompts=512))
   return config

@@ -1,17 +1,15 @@
 """Greedy accuracy on held-out prompts."""
 
 import dataclasses
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from darl_jax.config import RunConfig
 from darl_jax.models.transformer import Policy
 from darl_jax.rollout.engine import Engine
-from darl_jax.types import PolicySnapshot, Prompt, TrajectoryGroup
+from darl_jax.types import CORRECT, PolicySnapshot, Prompt, TrajectoryGroup
 
-# A score from here on is right (verifiers may pay partial credit below).
-CORRECT = 0.99
 # Prompts decoded together at most: bounds the cache, not the evaluation.
 _MAX_BATCH = 512
 

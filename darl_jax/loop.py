@@ -14,7 +14,8 @@ import dataclasses
 import pathlib
 import queue
 import time
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -211,7 +212,12 @@ class Run:
       state, step_metrics = self.learner.step(self.state, batch)
       self.ring.mark_trained(placed, chosen.pool)
       self._publish(state, version=version + 1)
-      self._report(version + 1, placed, chosen.report | batch_metrics, step_metrics)
+      self._report(
+        version + 1,
+        placed,
+        {**chosen.report, **_prefixed("batch", batch_metrics)},
+        step_metrics,
+      )
       last = version + 1 == config.num_steps
       if last:
         self._stop_generating()
@@ -313,30 +319,34 @@ class Run:
       start = time.monotonic()
       pool = self._take(needed, deadline)
       self.summary.learner_waited(time.monotonic() - start)
-      scores = self._score(params, pool.entries)
+      plan = self._plan(pool.entries)
+      # All are dispatched before the first is waited for.
+      results = [self.learner.score(params, batch) for batch in plan.batches]
+      stats = plan.statistics([moments for _, moments in results])
       kept = selection.select(
-        scores.statistics,
-        replay,
-        batch_size=config.learner.batch_size,
-        rng=rng,
+        stats, replay, batch_size=config.learner.batch_size, rng=rng
       )
       if len(kept) >= replay.min_batch:
         break
       # max_metric bars too many of this pool: wait until there are more.
       needed = len(pool) + 1
     report, alarms = selection.report(
-      scores.statistics, kept, bias_alarm=replay.bias_alarm
+      stats, kept, metric=replay.metric, bias_alarm=replay.bias_alarm
     )
     for alarm in alarms:
       self.progress.alarm(alarm)
+    per_token = plan.per_token([logprobs for logprobs, _ in results])
     live_only = config.objective.denominator == "live"
     return Chosen(
       pool=pool,
       entries=[pool.entries[i] for i in kept],
-      logprobs=scores.logprobs(kept),
+      logprobs=plan.tokens_of(per_token, kept),
       dead_tokens=0 if live_only else pool.dead_tokens,
       rng=rng,
-      report=report | self._parity(params, pool),
+      report={
+        **_prefixed("select", report),
+        **self._parity(params, pool),
+      },
     )
 
   def _take(self, needed: int, deadline: float) -> Pool:
@@ -350,17 +360,12 @@ class Run:
       self.verifier.join(self.config.replay.timeout_s)
     return pool
 
-  def _score(
-    self, params: Params, entries: Sequence[Entry]
-  ) -> batching.Scores:
-    """The scoring pass over the pool (method 2.1)."""
+  def _plan(self, entries: Sequence[Entry]) -> batching.ScoringPlan:
+    """Packs trajectories for the scoring pass (method 2.1)."""
     learner = self.config.learner
-    layout = batching.score_batches(
+    return batching.ScoringPlan(
       entries, score_rows=learner.score_rows, row_tokens=learner.row_tokens
     )
-    # All are dispatched before the first is waited for.
-    results = [self.learner.score(params, batch) for batch in layout.batches]
-    return layout.gather(results)
 
   def _parity(self, params: Params, pool: Pool) -> dict[str, float]:
     """How the sampler's log-probs compare with the learner's, per token.
@@ -368,7 +373,6 @@ class Run:
     Recomputes one dispatch of the newest trajectories that a single version
     sampled from end to end, under that version.
     """
-    learner = self.config.learner
     whole = [
       entry
       for entry in pool.entries
@@ -377,10 +381,8 @@ class Run:
     if not whole:
       return {}
     sampler = max(entry.trajectory.begun_by for entry in whole)
-    layout = batching.score_batches(
-      [entry for entry in whole if entry.trajectory.begun_by == sampler],
-      score_rows=learner.score_rows,
-      row_tokens=learner.row_tokens,
+    plan = self._plan(
+      [entry for entry in whole if entry.trajectory.begun_by == sampler]
     )
     if sampler != pool.version:
       params = transfer.to_mesh(
@@ -388,16 +390,17 @@ class Run:
         shardings=self.learner.param_shardings,
         dtype=jnp.dtype(self.config.model.param_dtype),
       ).params
-    batch = layout.batches[0]
+    batch = plan.batches[0]
     logprobs, _ = self.learner.score(params, batch)
     gaps = np.abs(np.asarray(logprobs) - batch.behavior_logprobs)
     gaps = gaps[batch.loss_mask]
     p95, largest = float(np.quantile(gaps, 0.95)), float(np.max(gaps))
-    if p95 > learner.parity_alarm:
+    bound = self.config.learner.parity_alarm
+    if p95 > bound:
       self.progress.alarm(
         f"sampler and learner disagree: the 95th percentile of their "
         f"log-probs' difference is {p95:.2g} nats, above "
-        f"learner.parity_alarm = {learner.parity_alarm:g}"
+        f"learner.parity_alarm = {bound:g}"
       )
     return {"parity/p95": p95, "parity/max": largest}
 
@@ -432,19 +435,25 @@ class Run:
     step_metrics: Mapping[str, Any],
   ) -> None:
     """One step's metrics, to the files and to the display."""
+    occupancy = self.ring.occupancy()
+    accounting = self.ring.accounting()
+    updates = step * self.config.learner.minibatches
     values = {
       **metrics.flatten(step_metrics),
       **host_metrics,
       **self.rewards.drain(),
       **self.actor.metrics(),
-      **self.verifier.metrics(),
+      **_prefixed("verify", self.verifier.metrics()),
+      **_prefixed("fate", accounting.counts()),
       **self.summary.stepped(step, placed),
+      **self.summary.speeds(occupancy, self.actor.metrics()),
       **self._waits(),
-      "train/learning_rate": float(
-        self.learner.schedule(step * self.config.learner.minibatches - 1)
-      ),
+      "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
     self.writer.write(step, values)
+    self.progress.ring(
+      (slot.version, slot.age, slot.trajectories) for slot in occupancy.slots
+    )
     self.progress.advance(1, **values)
 
   def _waits(self) -> dict[str, float]:
@@ -483,3 +492,7 @@ class Run:
     accounting.check()
     metrics.save_learning_curve(self.workdir)
     return summary
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -2,13 +2,13 @@
 
 import threading
 import time
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from darl_jax.evaluate import CORRECT
 from darl_jax.replay.ring import Accounting, Entry, Occupancy
-from darl_jax.types import Finish, TrajectoryGroup
+from darl_jax.types import CORRECT, Finish, TrajectoryGroup
 
 
 class RewardMeter:
@@ -105,6 +105,16 @@ class Summary:
       "wait/rollout": min(rollout_wait_s / seconds, 1.0),
     }
 
+  def speeds(
+    self, occupancy: Occupancy, actor: Mapping[str, float]
+  ) -> dict[str, float]:
+    """Sampled tokens per second of the training stage, on both sides."""
+    seconds = max(self.train_seconds, 1e-9)
+    return {
+      "speed/learner_tokens_per_s": occupancy.trained_tokens / seconds,
+      "speed/rollout_tokens_per_s": actor["rollout/tokens"] / seconds,
+    }
+
   def to_dict(
     self,
     accounting: Accounting,
@@ -115,7 +125,7 @@ class Summary:
   ) -> dict[str, Any]:
     """Everything, as plain JSON data."""
     accuracies = [accuracy for _, accuracy in self._accuracies]
-    train_seconds = max(self.train_seconds, 1e-9)
+    speeds = self.speeds(occupancy, actor)
     return {
       "status": self.status,
       "error": self.error,
@@ -126,12 +136,7 @@ class Summary:
       "steps": self._steps,
       "seconds": time.monotonic() - self._created,
       "train_seconds": self.train_seconds,
-      "generated": accounting.generated,
-      "trained": accounting.trained,
-      "expired_unused": accounting.expired_unused,
-      "dropped_unused": accounting.dropped_unused,
-      "in_ring_unused": accounting.in_ring_unused,
-      "awaiting_verification": accounting.awaiting_verification,
+      **accounting.counts(),
       "expired_reasons": dict(accounting.expired),
       "dropped_reasons": dict(accounting.dropped),
       "prompts_drawn": actor["rollout/prompts_drawn"],
@@ -141,6 +146,6 @@ class Summary:
       "rollout_wait_fraction": waits["wait/rollout"],
       "mean_age": self._age_sum / max(self._age_count, 1),
       "max_age": self._max_age,
-      "trained_tokens_per_s": occupancy.trained_tokens / train_seconds,
-      "rollout_tokens_per_s": actor["rollout/tokens"] / train_seconds,
+      "learner_tokens_per_s": speeds["speed/learner_tokens_per_s"],
+      "rollout_tokens_per_s": speeds["speed/rollout_tokens_per_s"],
     }

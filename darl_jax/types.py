@@ -21,12 +21,17 @@ pytrees of device arrays with static shapes.
 
 import dataclasses
 import enum
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 Params = Any  # A pytree of arrays.
+
+# An answer is right from this score on: verifiers pay partial credit below it,
+# and some compare floats.
+CORRECT = 0.99
 
 
 class Finish(enum.Enum):

@@ -25,7 +25,9 @@ _WORKDIR = flags.DEFINE_string(
 def main(argv: list[str]) -> int:
   if len(argv) > 1:
     raise app.UsageError(f"not understood: {' '.join(argv[1:])}")
-  name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
+  name = pathlib.Path(
+    config_flags.get_config_filename(flags.FLAGS["config"])
+  ).stem
   default = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
   workdir = pathlib.Path(_WORKDIR.value or default)
   try:

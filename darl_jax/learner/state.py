@@ -61,6 +61,28 @@ def adamw(
   )
 
 
+def opt_state_shardings(
+  optimizer: optax.GradientTransformation,
+  param_shapes: Params,
+  param_shardings: Params,
+  *,
+  replicated: jax.sharding.Sharding,
+) -> optax.OptState:
+  """For each array of the optimizer's state, where it belongs.
+
+  Moments lie where, and are cut as, their parameters are; all else is
+  replicated. A program whose outputs are left to the compiler may return them
+  cut another way, which compiles the next call again.
+  """
+  return optax.tree_map_params(
+    optimizer,
+    lambda _, sharding: sharding,
+    jax.eval_shape(optimizer.init, param_shapes),
+    param_shardings,
+    transform_non_params=lambda _: replicated,
+  )
+
+
 def init(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
   """A state at step 0 around ``params``, which it takes over.
 

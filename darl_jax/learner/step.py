@@ -58,9 +58,24 @@ class Learner:
       mesh=mesh,
       rules=rules.TRAIN_RULES,
     )
+    replicated = rules.replicated(mesh)
+    self._state_shardings = TrainState(
+      step=replicated,
+      params=self.param_shardings,
+      opt_state=learner_state.opt_state_shardings(
+        self._optimizer,
+        self.param_shapes,
+        self.param_shardings,
+        replicated=replicated,
+      ),
+    )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
     self._score = jax.jit(self._score_rows)
-    self._train = jax.jit(self._train_step, donate_argnames="state")
+    self._train = jax.jit(
+      self._train_step,
+      donate_argnames="state",
+      out_shardings=(self._state_shardings, replicated),
+    )
 
   def compiles(self) -> dict[str, int]:
     """How often each program was compiled."""
@@ -76,12 +91,9 @@ class Learner:
 
   def init_state(self, params: Params) -> TrainState:
     """A state at step 0, which takes ``params`` over."""
-    state = learner_state.init(params, self._optimizer)
-    replicated = rules.replicated(self._mesh)
     # Scalars of the optimizer come out of eager code on one device.
-    return jax.tree.map(
-      lambda leaf: jax.device_put(leaf, replicated) if leaf.ndim == 0 else leaf,
-      state,
+    return jax.device_put(
+      learner_state.init(params, self._optimizer), self._state_shardings
     )
 
   def score(
@@ -113,9 +125,7 @@ class Learner:
     replicated = rules.replicated(self._mesh)
     shardings = Batch(
       **{
-        field.name: rows
-        if getattr(batch, field.name).ndim == 4
-        else replicated
+        field.name: rows if getattr(batch, field.name).ndim == 4 else replicated
         for field in dataclasses.fields(Batch)
       }
     )
@@ -144,9 +154,7 @@ class Learner:
   def _constrain(self, x: jax.Array) -> jax.Array:
     """Keeps activations [B, T, D] cut along rows, so that weights move."""
     spec = PartitionSpec(rules.TRAIN_RULES["rows"], None, None)
-    return jax.lax.with_sharding_constraint(
-      x, NamedSharding(self._mesh, spec)
-    )
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
 
   def _score_rows(self, params: Params, batch: ScoreBatch):
     logprobs, _ = self._logprobs(params, batch)

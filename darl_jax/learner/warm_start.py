@@ -1,6 +1,6 @@
 """Supervised steps on reference answers, before RL."""
 
-from typing import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from darl_jax import numerics
 from darl_jax.config import WarmStartConfig
 from darl_jax.kernels.token_logprob import ops as logprob_ops
+from darl_jax.learner import state as learner_state
 from darl_jax.models.transformer import Policy
 from darl_jax.sharding import rules
 from darl_jax.types import Params
@@ -85,9 +86,19 @@ def warm_start(
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), nats, accuracy
 
-  jitted = jax.jit(step, donate_argnums=0)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+  replicated = rules.replicated(mesh)
+  opt_shardings = learner_state.opt_state_shardings(
+    optimizer, params, shardings, replicated=replicated
+  )
+  jitted = jax.jit(
+    step,
+    donate_argnums=0,
+    out_shardings=((shardings, opt_shardings), replicated, replicated),
+  )
   rng = np.random.default_rng(seed)
-  carry = params, jax.jit(optimizer.init)(params)
+  init = jax.jit(optimizer.init, out_shardings=opt_shardings)
+  carry = params, init(params)
   smoothed = 0.0
   for _ in range(config.steps):
     rows = rng.integers(len(tokens), size=config.batch_size)

@@ -8,7 +8,7 @@ maps those names to mesh axes.
 """
 
 import dataclasses
-from typing import Callable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -190,9 +190,7 @@ class Transformer(nnx.Module):
     def table() -> Parameter:
       shape, axes = (vocab_size, config.embed_dim), ("vocab", "embed")
       # Rows of unit norm: tied logits then start near 0, that is, uniform.
-      return _parameter(
-        rngs, shape, axes, fan_in=config.embed_dim, dtype=dtype
-      )
+      return _parameter(rngs, shape, axes, fan_in=config.embed_dim, dtype=dtype)
 
     self.embedding = table()
     keys = jax.random.split(rngs.params(), config.num_layers)

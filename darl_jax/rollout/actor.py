@@ -1,7 +1,7 @@
 """The thread that generates while the learner trains."""
 
 import threading
-from typing import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from darl_jax.rollout.engine import Engine, GenerateStats
 from darl_jax.types import PolicySnapshot, Prompt, TrajectoryGroup
@@ -45,9 +45,7 @@ class Actor:
     self._deliver = deliver
     self._fail = fail
     self._stop = threading.Event()
-    self._thread = threading.Thread(
-      target=self._run, name="actor", daemon=True
-    )
+    self._thread = threading.Thread(target=self._run, name="actor", daemon=True)
     self._lock = threading.Lock()
     self._drawn = self._delivered = self._tokens = self._swaps = 0
     self._seconds = 0.0

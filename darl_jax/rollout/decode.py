@@ -5,9 +5,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from darl_jax.models import kv_cache
 from darl_jax.models.transformer import Policy
+from darl_jax.sharding import rules
 from darl_jax.types import Params
 
 
@@ -36,8 +38,10 @@ class DecodeState:
     cache: Of every token but the last one sampled.
     last: int32 [B], the last token sampled.
     ended: bool [B], the row has sampled a stop token.
-    keys: PRNG keys [B], one per request: a row's tokens do not depend on what
-      else is in the batch.
+    keys: uint32 [B, key words], data of a PRNG key per request: a row's tokens
+      do not depend on what else is in the batch. Data, because a sharded array
+      of typed keys takes a second entry in the program's cache (jax 0.10.2),
+      which would read as a second compilation.
     count: int32 [], tokens sampled so far.
   """
 
@@ -48,11 +52,32 @@ class DecodeState:
   count: jax.Array
 
 
+def _shardings(mesh: Mesh) -> tuple[DecodeState, NamedSharding]:
+  """Of a dispatch's outputs: state and sampled tokens.
+
+  Left to the compiler, prefill and decode may return states cut differently,
+  and decode would compile once for each.
+  """
+  table = rules.ROLLOUT_RULES
+  rows, replicated = rules.rows_sharding(mesh, table), rules.replicated(mesh)
+  slots = NamedSharding(
+    mesh, PartitionSpec(None, table["rows"], None, table["kv_heads"], None)
+  )
+  cache = kv_cache.KVCache(
+    keys=slots, values=slots, first=rows, length=replicated
+  )
+  state = DecodeState(
+    cache=cache, last=rows, ended=rows, keys=rows, count=replicated
+  )
+  return state, rows
+
+
 def request_keys(root: jax.Array, request_ids: jax.Array) -> jax.Array:
-  """A key per request [B], from the ids [B, 2] of group and sample."""
+  """A key's data per request [B, ...], from ids [B, 2] of group and sample."""
 
   def key(ids: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(root, ids[0]), ids[1])
+    key = jax.random.fold_in(jax.random.fold_in(root, ids[0]), ids[1])
+    return jax.random.key_data(key)
 
   return jax.vmap(key)(request_ids)
 
@@ -75,6 +100,7 @@ class Decoder:
     stop_ids: tuple[int, ...],
     pad_id: int,
     dtype: jnp.dtype,
+    mesh: Mesh,
   ):
     self._policy = policy
     self._samples = samples_per_prompt
@@ -86,8 +112,11 @@ class Decoder:
     self.num_chunks = -(-(max_response_tokens - 1) // chunk_tokens)
     self._response_slots = self.num_chunks * chunk_tokens
     self._chunk_tokens = chunk_tokens
-    self.prefill = jax.jit(self._prefill)
-    self.decode = jax.jit(self._decode, donate_argnames="state")
+    shardings = _shardings(mesh)
+    self.prefill = jax.jit(self._prefill, out_shardings=shardings)
+    self.decode = jax.jit(
+      self._decode, donate_argnames="state", out_shardings=shardings
+    )
 
   def compiles(self) -> dict[str, int]:
     """How often each program was compiled."""
@@ -147,7 +176,9 @@ class Decoder:
       return state, sampled
 
     state, sampled = jax.lax.scan(step, state, length=self._chunk_tokens)
-    return state, jax.tree.map(functools.partial(jnp.swapaxes, axis1=0, axis2=1), sampled)
+    return state, jax.tree.map(
+      functools.partial(jnp.swapaxes, axis1=0, axis2=1), sampled
+    )
 
   def _advance(self, cache, sampled, ended, keys, count) -> DecodeState:
     stops = jnp.asarray(self._stop_ids, jnp.int32)
@@ -170,7 +201,8 @@ class Decoder:
       tokens = jnp.argmax(logits, axis=-1)
     else:
       logits = logits / self._temperature
-      token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, count)
+      typed = jax.random.wrap_key_data(keys)
+      token_keys = jax.vmap(jax.random.fold_in, (0, None))(typed, count)
       tokens = jax.vmap(jax.random.categorical)(token_keys, logits)
     tokens = jnp.where(ended, self._pad_id, tokens).astype(jnp.int32)
     logits = jax.nn.log_softmax(logits, axis=-1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,7 @@ class Engine:
     self._stop_ids = stop_ids
     self._pad_id = pad_id
     self._rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
-    self._root = jax.device_put(
-      jax.random.key(seed), rules.replicated(mesh)
-    )
+    self._root = jax.device_put(jax.random.key(seed), rules.replicated(mesh))
     self.decoder = Decoder(
       policy,
       samples_per_prompt=config.samples_per_prompt,
@@ -79,6 +77,7 @@ class Engine:
       stop_ids=stop_ids,
       pad_id=pad_id,
       dtype=jnp.dtype(config.dtype),
+      mesh=mesh,
     )
 
   def generate(
@@ -101,7 +100,8 @@ class Engine:
       Unverified groups in the prompts' order, and statistics.
 
     Raises:
-      ValueError: Too many prompts, or one longer than the cache.
+      ValueError: No prompt or too many, or one that is empty or longer than the
+        cache.
     """
     start = time.monotonic()
     snapshot = fetch()
@@ -134,6 +134,10 @@ class Engine:
     for row in range(size):
       prompt = prompts[row if row < len(prompts) else 0]
       length = len(prompt.tokens)
+      if length == 0:
+        raise ValueError(
+          f"prompt {prompt.id} has no tokens: nothing predicts its response"
+        )
       if length > width:
         raise ValueError(
           f"prompt {prompt.id} has {length} tokens, more than the {width} that "

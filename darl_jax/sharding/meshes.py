@@ -1,7 +1,7 @@
 """Splits the devices into a train mesh and a rollout mesh."""
 
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -50,7 +50,9 @@ def split_devices(
   devices = list(jax.devices() if devices is None else devices)
   train, rollout = config.train, config.rollout
   shared = len(devices) == 1
-  needed = max(train.size, rollout.size) if shared else train.size + rollout.size
+  needed = (
+    max(train.size, rollout.size) if shared else train.size + rollout.size
+  )
   if needed > len(devices):
     half = max(len(devices) // 2, 1)
     raise ConfigError(

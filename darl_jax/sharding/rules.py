@@ -1,6 +1,6 @@
 """Logical axis to mesh axis: one table per mesh, and what follows from it."""
 
-from typing import Mapping
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

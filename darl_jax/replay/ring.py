@@ -1,0 +1,1126 @@
+"""The ring: the K latest behavior policies and the trajectories they began.
+
+Every sample passes through here, and none gets lost: it is counted when its
+generation is finished, and from then on it is in exactly one place.
+
+                       admit                     take, mark_trained
+  begin --> awaiting ----------> in the ring, by --------------------> trained
+          verification    |      slot, unused          |
+                          v                            v
+                       dropped                      expired
+            (failed, dead, empty, bytes)  (stale, evicted, older than ring)
+
+A slot belongs to one behavior policy. It opens when the first trajectory begun
+by that policy is admitted; with more than K open, the lowest is evicted with
+its trajectories. Publishing evicts nothing, because samples arrive late; but
+what it makes older than ``max_staleness`` expires, and the slot closes. That is
+where staleness is checked on the way out: under one lock with the version, so
+that nothing in the ring is ever stale.
+
+One condition guards everything. Producers wait in ``reserve``, the consumer in
+``take``; whoever fails closes the ring with its exception, and everyone else
+raises it.
+"""
+
+import bisect
+import collections
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from darl_jax import config as config_lib
+from darl_jax import types
+from darl_jax.objectives import advantages as advantages_lib
+
+SampleId = tuple[int, int]  # (group_id, index in the group)
+
+
+class RingFailed(RuntimeError):  # noqa: N818
+  """The ring was closed with an exception, which is this one's cause."""
+
+
+class RingClosed(RuntimeError):  # noqa: N818
+  """The ring was closed, and what was asked for will not come."""
+
+
+class Starved(RuntimeError):  # noqa: N818
+  """The ring did not fill in time; the message says why and what to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accounting:
+  """Where every sample is, at one moment. All counts are of trajectories.
+
+  Attributes:
+    generated: Finished generation.
+    trained: Trained on at least once, wherever they are now.
+    expired_unused: Left untrained because they, or their slot, grew too old.
+    dropped_unused: Left untrained for any other reason.
+    in_ring_unused: In the ring, not trained on yet.
+    awaiting_verification: Generated, without a reward yet.
+    expired: ``expired_unused`` by reason.
+    dropped: ``dropped_unused`` by reason.
+  """
+
+  generated: int
+  trained: int
+  expired_unused: int
+  dropped_unused: int
+  in_ring_unused: int
+  awaiting_verification: int
+  expired: Mapping[str, int]
+  dropped: Mapping[str, int]
+
+  def counts(self) -> dict[str, int]:
+    """The counts without their reasons, by name."""
+    return {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(self)
+      if field.name not in ("expired", "dropped")
+    }
+
+  def check(self) -> None:
+    """Raises RuntimeError unless every generated sample is accounted for."""
+    placed = (
+      self.trained
+      + self.expired_unused
+      + self.dropped_unused
+      + self.in_ring_unused
+      + self.awaiting_verification
+    )
+    if placed != self.generated:
+      raise RuntimeError(f"{placed} samples are accounted for: {self}")
+
+  def __str__(self) -> str:
+    def reasons(counts: Mapping[str, int]) -> str:
+      parts = [f"{reason} {n}" for reason, n in sorted(counts.items())]
+      return f" ({', '.join(parts)})" if parts else ""
+
+    return (
+      f"generated {self.generated} = trained {self.trained}"
+      f" + expired {self.expired_unused}{reasons(self.expired)}"
+      f" + dropped {self.dropped_unused}{reasons(self.dropped)}"
+      f" + in the ring unused {self.in_ring_unused}"
+      f" + awaiting verification {self.awaiting_verification}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotOccupancy:
+  """One open slot.
+
+  Attributes:
+    version: The behavior policy that began its trajectories.
+    age: Learner version minus ``version``.
+    trajectories: Held, trained on before or not.
+    unused: Held and not trained on yet.
+    num_bytes: Of its trajectories' arrays.
+  """
+
+  version: int
+  age: int
+  trajectories: int
+  unused: int
+  num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+  """What the ring holds, and how it is paced, at one moment.
+
+  Attributes:
+    slots: Open slots, lowest version first.
+    trajectory_bytes: Of all trajectories' arrays, awaiting ones included.
+    snapshots: Versions whose parameters are held, lowest first.
+    snapshot_bytes: Of those parameters.
+    snapshots_released: Let go so far: ``aged``, or over budget (``bytes``).
+    groups_started: Prompt groups reserved or begun so far.
+    groups_allowed: Those that pacing allows at this version.
+    groups_reserved: Reserved, not begun.
+    groups_awaiting: Begun, not admitted.
+    take_wait_s: Seconds that consumers spent waiting, in total.
+    reserve_wait_s: Seconds that producers spent waiting, in total.
+    trained_tokens: Masked-in tokens trained on, once per use.
+    dead_tokens: Those of dead groups since the last trained step.
+  """
+
+  slots: tuple[SlotOccupancy, ...]
+  trajectory_bytes: int
+  snapshots: tuple[int, ...]
+  snapshot_bytes: int
+  snapshots_released: Mapping[str, int]
+  groups_started: int
+  groups_allowed: int
+  groups_reserved: int
+  groups_awaiting: int
+  take_wait_s: float
+  reserve_wait_s: float
+  trained_tokens: int
+  dead_tokens: int
+
+
+# One sample's arrays and their dtypes, in the order of ``_Record.arrays``.
+_ARRAYS = tuple(
+  (name, np.dtype(dtype))
+  for name, dtype in (
+    ("tokens", np.int32),
+    ("loss_mask", np.bool_),
+    ("behavior_logprobs", np.float32),
+    ("behavior_entropy", np.float32),
+    ("policy_version", np.int32),
+    ("turn", np.int32),
+  )
+)
+_BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in _ARRAYS)
+
+
+class _Record:
+  """One sample's state; only the ring changes it, under its lock."""
+
+  __slots__ = (
+    "id",
+    "finish",
+    "arrays",
+    "num_bytes",
+    "begun_by",
+    "newest_version",
+    "num_tokens",
+    "trajectory",
+    "advantage",
+    "uses",
+    "left",
+  )
+
+  def __init__(
+    self,
+    sample_id: SampleId,
+    finish: types.Finish,
+    arrays: tuple[np.ndarray, ...],
+  ):
+    self.id = sample_id
+    self.finish = finish
+    self.arrays = arrays  # In the order of _ARRAYS, owned and read-only.
+    self.num_bytes = arrays[0].size * _BYTES_PER_TOKEN
+    self.begun_by = 0
+    self.newest_version = 0  # Of its tokens.
+    self.num_tokens = 0  # Masked-in ones: T_i.
+    self.trajectory: types.Trajectory | None = None  # None until admitted.
+    self.advantage = np.float32(0)
+    self.uses = 0
+    # The count that took it in when it left unused: (counter, reason).
+    self.left: tuple[collections.Counter, str] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+  """A trajectory as it was when the consumer took it.
+
+  Attributes:
+    id: (group_id, index in the group).
+    trajectory: With its reward; the arrays are read-only.
+    advantage: float32, from the full group.
+    uses: Times trained on before.
+    age: Learner version minus the version that began it.
+  """
+
+  id: SampleId
+  trajectory: types.Trajectory
+  advantage: np.float32
+  uses: int
+  age: int
+  _record: _Record | None = dataclasses.field(default=None, repr=False)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+  """Everything that could be trained on when the consumer asked.
+
+  Attributes:
+    entries: Sorted by id, so that the order of arrival does not matter.
+    version: The learner's version at that time.
+    dead_tokens: Masked-in tokens of samples with advantage 0 that arrived since
+      the last trained step (for the denominator ``all``).
+  """
+
+  entries: tuple[Entry, ...]
+  version: int
+  dead_tokens: int
+  _dead_tokens_ever: int = dataclasses.field(default=0, repr=False)
+
+  def __len__(self) -> int:
+    return len(self.entries)
+
+
+class Ring:
+  """K slots of trajectories, the snapshots behind them, and their accounts.
+
+  All methods may be called from any thread. After ``close(error)`` every method
+  that waits, adds or takes raises ``RingFailed`` from that error; the ones that
+  only look do not.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.ReplayConfig,
+    *,
+    advantage: advantages_lib.AdvantageKind,
+    reward_tolerance: float,
+    groups_per_version: int,
+  ):
+    """Creates an empty ring.
+
+    Args:
+      config: Sizes and bounds.
+      advantage: Estimator of ``objectives.advantages``.
+      reward_tolerance: A group whose rewards span no more is dead.
+      groups_per_version: Fresh prompt groups that one learner step is worth:
+        the rate at which ``reserve`` lets producers start.
+    """
+    self._config = config
+    self._advantage = advantage
+    self._reward_tolerance = reward_tolerance
+    self._groups_per_version = groups_per_version
+
+    self._condition = threading.Condition()
+    self._closed = False
+    self._error: BaseException | None = None
+
+    self._version: int | None = None
+    self._first_version = 0
+    self._snapshots: dict[int, types.PolicySnapshot] = {}
+    self._snapshot_bytes: dict[int, int] = {}
+    self._snapshots_released: collections.Counter = collections.Counter()
+
+    self._slots: dict[int, dict[SampleId, _Record]] = {}
+    self._awaiting: dict[int, tuple[types.Prompt, list[_Record]]] = {}
+    self._group_ids = _IdSet()
+    self._num_bytes = 0
+
+    self._generated = 0
+    self._trained = 0
+    self._expired: collections.Counter = collections.Counter()
+    self._dropped: collections.Counter = collections.Counter()
+    self._trained_tokens = 0
+    # Both only grow, so that marking a pool trained cannot count twice.
+    self._dead_tokens_ever = 0
+    self._dead_tokens_trained = 0
+
+    self._started = 0
+    self._reserved = 0
+    self._wanted: list[int] = []  # The counts that consumers wait for.
+    self._take_wait_s = 0.0
+    self._reserve_wait_s = 0.0
+
+  # ---------------------------------------------------------------- snapshots
+
+  def push_snapshot(self, snapshot: types.PolicySnapshot) -> None:
+    """Publishes a version: copies its parameters to the host.
+
+    Trajectories that are now older than ``max_staleness`` expire; nothing else
+    leaves. Held are the snapshots of open slots and those whose samples may
+    still arrive; beyond ``snapshot_bytes`` the oldest without an open slot goes
+    first, then the oldest. The newest is always held.
+
+    Raises:
+      ValueError: The version is not above the last one.
+    """
+    # Copied before the lock is taken: this is the slow part.
+    params = jax.tree_util.tree_map(_owned, snapshot.params)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(params))
+    version = snapshot.version
+    with self._condition:
+      self._raise_if_failed()
+      if self._version is None:
+        self._first_version = version
+      elif version <= self._version:
+        raise ValueError(
+          f"snapshot {version} is not newer than the last one, {self._version}."
+        )
+      self._version = version
+      self._snapshots[version] = types.PolicySnapshot(version, params)
+      self._snapshot_bytes[version] = num_bytes
+      for begun_by in [v for v in self._slots if self._is_stale(v)]:
+        self._close_slot(begun_by, "stale")
+      self._release_snapshots()
+      self._condition.notify_all()
+
+  def latest(self) -> types.PolicySnapshot:
+    """The newest snapshot; its arrays are read-only.
+
+    Raises:
+      LookupError: None was pushed yet.
+    """
+    with self._condition:
+      return self._snapshots[self.version]
+
+  def snapshot(self, version: int) -> types.PolicySnapshot:
+    """The snapshot of one version; its arrays are read-only.
+
+    Raises:
+      KeyError: It is not held; names those that are.
+    """
+    with self._condition:
+      if version not in self._snapshots:
+        held = ", ".join(map(str, self._snapshots)) or "none"
+        raise KeyError(f"snapshot {version} is not held; held are: {held}.")
+      return self._snapshots[version]
+
+  @property
+  def version(self) -> int:
+    """The newest version pushed.
+
+    Raises:
+      LookupError: None was pushed yet.
+    """
+    if self._version is None:
+      raise LookupError("no snapshot was pushed yet.")
+    return self._version
+
+  # ---------------------------------------------------------------- producers
+
+  def reserve(self, num_groups: int, timeout_s: float) -> bool:
+    """Waits until generation of ``num_groups`` groups may start.
+
+    It may while no more groups were started than the learner can use before
+    they are stale (pacing after AReaL, arXiv:2505.24298):
+
+      started + num_groups
+        <= (version - first version + max_staleness + 1) * groups_per_version
+
+    and always when a consumer waits for more than the ring holds and nothing
+    that was started is still to come: the consumer never starves for pacing.
+
+    Returns:
+      Whether it may: false on time-out, and at once when the ring was closed.
+
+    Raises:
+      RingFailed: The ring was closed with an error.
+    """
+    if num_groups < 1:
+      raise ValueError(f"num_groups = {num_groups} must be at least 1.")
+
+    def allowed() -> bool:
+      return (
+        self._started + num_groups <= self._groups_allowed()
+        or self._is_starving()
+      )
+
+    with self._condition:
+      start = time.monotonic()
+      try:
+        granted = self._wait_until(allowed, timeout_s) and not self._closed
+      finally:
+        self._reserve_wait_s += time.monotonic() - start
+      if granted:
+        self._started += num_groups
+        self._reserved += num_groups
+      return granted
+
+  def begin(self, groups: Sequence[types.TrajectoryGroup]) -> None:
+    """Takes in groups whose generation is finished; rewards come in ``admit``.
+
+    The arrays are checked and copied here, all groups or none: what is checked
+    is what will be trained on, whatever happens to the producer's arrays.
+
+    Raises:
+      ValueError: Naming the group and what is wrong with it.
+    """
+    records = _ingest(groups)  # Before the lock: needs nothing of the ring.
+    with self._condition:
+      self._raise_if_failed()
+      self._check_new(groups, records)
+      for group in groups:
+        self._group_ids.add(group.group_id)
+        self._awaiting[group.group_id] = (group.prompt, [])
+      for record in records:
+        self._awaiting[record.id[0]][1].append(record)
+        self._num_bytes += record.num_bytes
+      self._generated += len(records)
+      reserved = min(self._reserved, len(groups))
+      self._reserved -= reserved
+      self._started += len(groups) - reserved
+      self._fit_budget()
+
+  def admit(self, group: types.TrajectoryGroup) -> None:
+    """Takes the rewards of a begun group, and its samples into their slots.
+
+    Advantages are those of the full group, before any sample is dropped. A
+    sample without a usable reward is no member: it was neither right nor wrong.
+    In this order a sample is
+
+      dropped  for its failure (``verifier_timeout``, ``no_reward``, ...)
+      expired  ``stale_on_arrival``, or ``older_than_ring`` when K slots are
+               open and all are newer
+      dropped  ``dead_group``, ``empty`` (no masked-in token) or
+               ``zero_advantage``
+
+    or enters slot ``begun_by``. Tokens of the samples with advantage 0 count as
+    dead tokens of the next step. Beyond ``trajectory_bytes`` the oldest slot's
+    samples are dropped (``bytes``): those trained on already first, since they
+    have taught something, then in order of arrival.
+
+    Raises:
+      ValueError: The group was not begun, or admitted before, or has another
+        number of samples.
+    """
+    with self._condition:
+      self._raise_if_failed()
+      prompt, records = self._awaited(group)
+      rewards, failures = _rewards(group, records)
+      advantages, dead = advantages_lib.group_advantages(
+        rewards[None],
+        np.array([failure is None for failure in failures])[None],
+        kind=self._advantage,
+        tolerance=self._reward_tolerance,
+      )
+      del self._awaiting[group.group_id]
+      for record, reward, failure, advantage in zip(
+        records, rewards, failures, advantages[0], strict=True
+      ):
+        record.advantage = advantage
+        turned_away = self._turn_away(record, failure, dead=bool(dead[0]))
+        if turned_away is not None:
+          counter, reason = turned_away
+          counter[reason] += 1
+          self._num_bytes -= record.num_bytes
+          continue
+        record.trajectory = types.Trajectory(
+          prompt.id,
+          group.group_id,
+          *record.arrays,
+          finish=record.finish,
+          reward=float(reward),
+        )
+        self._insert(record)
+      self._fit_budget()
+      if self._is_served() or not self._is_outstanding():
+        self._condition.notify_all()
+
+  # ----------------------------------------------------------------- consumer
+
+  def take(self, count: int, timeout_s: float) -> Pool:
+    """Waits for ``count`` trainable trajectories; returns all there are.
+
+    They stay in the ring until ``mark_trained``: taking changes nothing.
+
+    Raises:
+      Starved: They did not come in time.
+      RingFailed: The ring was closed with an error.
+      RingClosed: It was closed without, and holds fewer.
+    """
+    if count < 1:
+      raise ValueError(f"count = {count} must be at least 1.")
+    with self._condition:
+      start = time.monotonic()
+      self._wanted.append(count)
+      try:
+        if self._held() < count:
+          # A producer in reserve may go ahead now: see _is_starving.
+          self._condition.notify_all()
+        enough = self._wait_until(lambda: self._held() >= count, timeout_s)
+      finally:
+        self._wanted.remove(count)
+        self._take_wait_s += time.monotonic() - start
+      if enough:
+        return self._pool()
+      if self._closed:
+        raise RingClosed(
+          f"the ring was closed with {self._held()} trainable trajectories, "
+          f"and {count} are needed."
+        )
+      raise Starved(
+        _diagnosis(
+          self._config,
+          self.accounting(),
+          self.occupancy(),
+          count=count,
+          timeout_s=timeout_s,
+        )
+      )
+
+  def try_take(self, count: int) -> Pool | None:
+    """``take`` without waiting: None when there are fewer than ``count``."""
+    with self._condition:
+      self._raise_if_failed()
+      return self._pool() if self._held() >= count else None
+
+  def mark_trained(self, entries: Sequence[Entry], pool: Pool) -> None:
+    """Counts a use of each entry, which was trained on, and of the pool.
+
+    An entry counts as trained from its first use, whatever has become of it
+    since it was taken: one that expired or was dropped in the meantime moves
+    over from that count. Used up, it leaves. The pool's dead tokens were the
+    step's, and are not reported again.
+
+    Raises:
+      ValueError: An entry is not of this ring, is named twice, or was used
+        ``max_uses`` times already. Nothing is counted then.
+    """
+    with self._condition:
+      self._raise_if_failed()
+      records = [entry._record for entry in entries]
+      if len({id(record) for record in records}) != len(records):
+        raise ValueError("an entry is marked as trained twice in one call.")
+      for entry, record in zip(entries, records, strict=True):
+        if record is None:
+          raise ValueError(f"entry {entry.id} was not taken from a ring.")
+        if record.uses >= self._config.max_uses:
+          raise ValueError(
+            f"entry {entry.id} was trained on replay.max_uses = "
+            f"{self._config.max_uses} times already."
+          )
+      for record in records:
+        if record.uses == 0:
+          self._trained += 1
+          if record.left is not None:
+            counter, reason = record.left
+            counter[reason] -= 1
+        record.uses += 1
+        self._trained_tokens += record.num_tokens
+        if record.uses == self._config.max_uses:
+          self._remove(record)
+      self._dead_tokens_trained = max(
+        self._dead_tokens_trained, pool._dead_tokens_ever
+      )
+
+  # ------------------------------------------------------------- end and state
+
+  def close(self, error: BaseException | None = None) -> None:
+    """Ends all waiting, with ``error`` raised in everyone if there is one.
+
+    The first error stays. Without one, ``reserve`` returns false, and ``take``
+    returns what it can or raises ``RingClosed``; the rest goes on working, so
+    that what is under way is still accounted for.
+    """
+    with self._condition:
+      self._closed = True
+      if self._error is None:
+        self._error = error
+      self._condition.notify_all()
+
+  def check(self) -> None:
+    """For those who wait elsewhere: raises what ``close`` was given, if so.
+
+    Raises:
+      RingFailed: The ring was closed with an error.
+    """
+    self._raise_if_failed()
+
+  @property
+  def closed(self) -> bool:
+    """Whether ``close`` was called."""
+    return self._closed
+
+  @property
+  def failed(self) -> bool:
+    """Whether it was called with an error."""
+    return self._error is not None
+
+  def accounting(self) -> Accounting:
+    """The accounts, all of one moment.
+
+    What is in the ring and what awaits verification is counted where it lies
+    and not derived, so ``check`` compares two independent figures.
+    """
+    with self._condition:
+      expired, dropped = +self._expired, +self._dropped
+      return Accounting(
+        generated=self._generated,
+        trained=self._trained,
+        expired_unused=expired.total(),
+        dropped_unused=dropped.total(),
+        in_ring_unused=sum(map(_num_unused, self._slots.values())),
+        awaiting_verification=sum(
+          len(records) for _, records in self._awaiting.values()
+        ),
+        expired=dict(expired),
+        dropped=dict(dropped),
+      )
+
+  def occupancy(self) -> Occupancy:
+    """What the ring holds, all of one moment."""
+    with self._condition:
+      return Occupancy(
+        slots=tuple(
+          SlotOccupancy(
+            version=version,
+            age=self.version - version,
+            trajectories=len(slot),
+            unused=_num_unused(slot),
+            num_bytes=sum(record.num_bytes for record in slot.values()),
+          )
+          for version, slot in sorted(self._slots.items())
+        ),
+        trajectory_bytes=self._num_bytes,
+        snapshots=tuple(sorted(self._snapshots)),
+        snapshot_bytes=sum(self._snapshot_bytes.values()),
+        snapshots_released=dict(self._snapshots_released),
+        groups_started=self._started,
+        groups_allowed=self._groups_allowed(),
+        groups_reserved=self._reserved,
+        groups_awaiting=len(self._awaiting),
+        take_wait_s=self._take_wait_s,
+        reserve_wait_s=self._reserve_wait_s,
+        trained_tokens=self._trained_tokens,
+        dead_tokens=self._dead_tokens_ever - self._dead_tokens_trained,
+      )
+
+  # ------------------------------------- below: the caller holds the condition
+
+  def _raise_if_failed(self) -> None:
+    if self._error is not None:
+      raise RingFailed(
+        f"the ring was closed by {type(self._error).__name__}: {self._error}"
+      ) from self._error
+
+  def _wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+    """Waits until ``ready``, closed or out of time; returns ``ready``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+      self._raise_if_failed()
+      if ready():
+        return True
+      remaining = deadline - time.monotonic()
+      if self._closed or remaining <= 0:
+        return False
+      self._condition.wait(remaining)
+
+  def _held(self) -> int:
+    """Trajectories in the ring: all are trainable (see the module)."""
+    return sum(map(len, self._slots.values()))
+
+  def _is_stale(self, begun_by: int) -> bool:
+    return self.version - begun_by > self._config.max_staleness
+
+  def _groups_allowed(self) -> int:
+    if self._version is None:
+      return 0
+    versions = self._version - self._first_version
+    return (
+      versions + self._config.max_staleness + 1
+    ) * self._groups_per_version
+
+  def _is_outstanding(self) -> bool:
+    return self._reserved > 0 or bool(self._awaiting)
+
+  def _is_served(self) -> bool:
+    """Whether some waiting consumer can have what it waits for."""
+    return bool(self._wanted) and self._held() >= min(self._wanted)
+
+  def _is_starving(self) -> bool:
+    """Whether a consumer waits for what nobody is about to bring."""
+    return (
+      self._version is not None
+      and bool(self._wanted)
+      and self._held() < max(self._wanted)
+      and not self._is_outstanding()
+    )
+
+  def _check_new(
+    self,
+    groups: Sequence[types.TrajectoryGroup],
+    records: Sequence[_Record],
+  ) -> None:
+    """What ``begin`` must check against the ring's state."""
+    seen = set()
+    for group in groups:
+      if group.group_id in self._group_ids or group.group_id in seen:
+        raise ValueError(f"group {group.group_id} was begun before.")
+      seen.add(group.group_id)
+    newest = -1 if self._version is None else self._version
+    for record in records:
+      if record.newest_version > newest:
+        raise ValueError(
+          f"{_name(record.id)} has tokens of version {record.newest_version}, "
+          f"but the newest version is {self._version}: their age is negative."
+        )
+
+  def _awaited(
+    self, group: types.TrajectoryGroup
+  ) -> tuple[types.Prompt, list[_Record]]:
+    """What ``begin`` took in of this group."""
+    if group.group_id not in self._awaiting:
+      known = group.group_id in self._group_ids
+      raise ValueError(
+        f"group {group.group_id} was "
+        + ("admitted before." if known else "not begun.")
+      )
+    prompt, records = self._awaiting[group.group_id]
+    if len(group.trajectories) != len(records):
+      raise ValueError(
+        f"group {group.group_id} was begun with {len(records)} samples and has "
+        f"{len(group.trajectories)} now."
+      )
+    return prompt, records
+
+  def _turn_away(
+    self, record: _Record, failure: str | None, *, dead: bool
+  ) -> tuple[collections.Counter, str] | None:
+    """Why a verified sample does not enter the ring, if it does not."""
+    if failure is not None:
+      return self._dropped, failure
+    if self._is_stale(record.begun_by):
+      return self._expired, "stale_on_arrival"
+    full = len(self._slots) == self._config.num_snapshots
+    if full and record.begun_by < min(self._slots):
+      return self._expired, "older_than_ring"
+    if dead or record.advantage == 0:
+      self._dead_tokens_ever += record.num_tokens
+    if dead:
+      return self._dropped, "dead_group"
+    if record.num_tokens == 0:
+      return self._dropped, "empty"
+    if record.advantage == 0:
+      return self._dropped, "zero_advantage"
+    return None
+
+  def _insert(self, record: _Record) -> None:
+    """Puts a record into its slot, opening it and closing the lowest."""
+    if record.begun_by not in self._slots:
+      if len(self._slots) == self._config.num_snapshots:
+        self._close_slot(min(self._slots), "evicted")
+        self._release_snapshots()
+      self._slots[record.begun_by] = {}
+    self._slots[record.begun_by][record.id] = record
+
+  def _close_slot(self, version: int, reason: str) -> None:
+    for record in tuple(self._slots[version].values()):
+      self._remove(record, (self._expired, reason))
+    del self._slots[version]
+
+  def _remove(
+    self,
+    record: _Record,
+    fate: tuple[collections.Counter, str] | None = None,
+  ) -> None:
+    """Takes a record out of the ring, if it is there; unused, to its fate."""
+    slot = self._slots.get(record.begun_by, {})
+    if slot.pop(record.id, None) is None:
+      return
+    self._num_bytes -= record.num_bytes
+    if record.uses == 0 and fate is not None:
+      counter, reason = fate
+      counter[reason] += 1
+      record.left = fate
+
+  def _fit_budget(self) -> None:
+    """Drops trajectories until ``trajectory_bytes`` holds: see ``admit``."""
+    for version in sorted(self._slots):
+      if self._num_bytes <= self._config.trajectory_bytes:
+        return
+      slot = self._slots[version]
+      for record in sorted(slot.values(), key=lambda r: r.uses == 0):
+        self._remove(record, (self._dropped, "bytes"))
+        if self._num_bytes <= self._config.trajectory_bytes:
+          return
+
+  def _release_snapshots(self) -> None:
+    """Lets go of what ``push_snapshot`` says is not held."""
+
+    def release(version: int, reason: str) -> None:
+      del self._snapshots[version], self._snapshot_bytes[version]
+      self._snapshots_released[reason] += 1
+
+    for version in tuple(self._snapshots):
+      if self._is_stale(version) and version not in self._slots:
+        release(version, "aged")
+    by_need = sorted(self._snapshots, key=lambda v: (v in self._slots, v))
+    for version in by_need:
+      if sum(self._snapshot_bytes.values()) <= self._config.snapshot_bytes:
+        break
+      if version != self._version:
+        release(version, "bytes")
+
+  def _pool(self) -> Pool:
+    records = [
+      record for slot in self._slots.values() for record in slot.values()
+    ]
+    records.sort(key=lambda record: record.id)
+    version = self.version
+    return Pool(
+      tuple(
+        Entry(
+          record.id,
+          record.trajectory,
+          record.advantage,
+          record.uses,
+          version - record.begun_by,
+          record,
+        )
+        for record in records
+      ),
+      version,
+      self._dead_tokens_ever - self._dead_tokens_trained,
+      self._dead_tokens_ever,
+    )
+
+
+def _diagnosis(
+  config: config_lib.ReplayConfig,
+  accounts: Accounting,
+  state: Occupancy,
+  *,
+  count: int,
+  timeout_s: float,
+) -> str:
+  """Why the ring holds too little, and what to change."""
+  if not state.snapshots:
+    return (
+      f"after {timeout_s:g} s no snapshot was pushed, so nothing could be "
+      "sampled. Call push_snapshot before the first step."
+    )
+  slots = [
+    f"  version {slot.version} (age {slot.age}): {slot.trajectories} "
+    f"trajectories, {slot.unused} unused"
+    for slot in state.slots
+  ]
+  held = sum(slot.trajectories for slot in state.slots)
+  return "\n".join(
+    [
+      f"after {timeout_s:g} s the ring holds {held} trainable trajectories, "
+      f"and {count} are needed.",
+      f"Slots at version {state.snapshots[-1]}:",
+      *(slots or ["  none is open"]),
+      f"Groups: {state.groups_started} started of {state.groups_allowed} "
+      f"allowed; {state.groups_reserved} reserved and not begun, "
+      f"{state.groups_awaiting} awaiting verification.",
+      f"Samples: {accounts}.",
+      f"Try {_advice(config, accounts, state)}",
+    ]
+  )
+
+
+def _advice(
+  config: config_lib.ReplayConfig, accounts: Accounting, state: Occupancy
+) -> str:
+  """What to change, from where most of the samples went."""
+  if accounts.generated == 0:
+    return (
+      f"replay.timeout_s above {config.timeout_s:g} if generation is still "
+      "compiling; else look at the producer: it has delivered nothing."
+    )
+  per_group = accounts.generated / (
+    state.groups_started - state.groups_reserved
+  )
+  fates = {
+    "reserved": state.groups_reserved * per_group,
+    "awaiting": accounts.awaiting_verification,
+    **accounts.expired,
+    **accounts.dropped,
+  }
+  fate = max(fates, key=lambda name: fates[name])
+  if fates[fate] == 0:
+    return (
+      "a smaller replay.min_batch, or replay.max_uses above "
+      f"{config.max_uses}: nothing was lost, there are just too few samples."
+    )
+  if fate == "reserved":
+    return (
+      f"replay.timeout_s above {config.timeout_s:g}: generation of "
+      f"{state.groups_reserved} groups is under way."
+    )
+  if fate == "awaiting":
+    return "more rewards.workers: most samples await verification."
+  if fate in ("stale", "stale_on_arrival"):
+    return (
+      f"replay.max_staleness above {config.max_staleness}: most samples grew "
+      "too old before they were used."
+    )
+  if fate in ("evicted", "older_than_ring"):
+    return (
+      f"replay.num_snapshots above {config.num_snapshots}: most samples' slots "
+      "were evicted before they were used."
+    )
+  if fate == "bytes":
+    return f"replay.trajectory_bytes above {config.trajectory_bytes}."
+  if fate in ("dead_group", "zero_advantage"):
+    return (
+      "a smaller replay.min_batch, more rollout.samples_per_prompt, or prompts "
+      "of another difficulty: most groups have equal rewards."
+    )
+  if fate == "empty":
+    return "looking at the sampler: most responses have no token."
+  return f"looking at the verifier: most samples were dropped as {fate}."
+
+
+def _owned(leaf: jax.Array | np.ndarray) -> np.ndarray:
+  """A read-only copy on the host that shares memory with nothing."""
+  copy = np.array(leaf)
+  copy.setflags(write=False)
+  return copy
+
+
+def _num_unused(slot: Mapping[SampleId, _Record]) -> int:
+  return sum(record.uses == 0 for record in slot.values())
+
+
+def _name(sample_id: SampleId) -> str:
+  return f"group {sample_id[0]}, sample {sample_id[1]}"
+
+
+def _ingest(groups: Sequence[types.TrajectoryGroup]) -> list[_Record]:
+  """Checks what can be checked without the ring's state, and copies.
+
+  Raises:
+    ValueError: Naming the group and what is wrong with it.
+  """
+  records = []
+  for group in groups:
+    if not group.trajectories:
+      raise ValueError(f"group {group.group_id} has no samples.")
+    for index, trajectory in enumerate(group.trajectories):
+      sample_id = (group.group_id, index)
+      owner = (trajectory.group_id, trajectory.prompt_id)
+      if owner != (group.group_id, group.prompt.id):
+        raise ValueError(
+          f"{_name(sample_id)} of prompt {group.prompt.id} says that it "
+          f"belongs to group {owner[0]} of prompt {owner[1]}."
+        )
+      arrays = _own_arrays(sample_id, trajectory)
+      records.append(_Record(sample_id, trajectory.finish, arrays))
+  if records:
+    _check_contents(records)
+  return records
+
+
+def _own_arrays(
+  sample_id: SampleId, trajectory: types.Trajectory
+) -> tuple[np.ndarray, ...]:
+  """Read-only copies of a trajectory's arrays, of right shape and dtype."""
+  shape = np.shape(trajectory.tokens)
+  if len(shape) != 1 or shape[0] == 0:
+    raise ValueError(
+      f"{_name(sample_id)}: tokens have shape {shape}, and must be [T], T > 0."
+    )
+  copies = []
+  for name, dtype in _ARRAYS:
+    array = getattr(trajectory, name)
+    if type(array) is not np.ndarray or array.dtype != dtype:
+      found = getattr(array, "dtype", "values")
+      raise ValueError(
+        f"{_name(sample_id)}: {name} is a {type(array).__name__} of {found}, "
+        f"and must be a numpy array of {dtype}."
+      )
+    if array.shape != shape:
+      raise ValueError(
+        f"{_name(sample_id)}: {name} has shape {array.shape}, but tokens have "
+        f"{shape}. All arrays of a trajectory have one length."
+      )
+    copy = array.copy()
+    copy.setflags(write=False)
+    copies.append(copy)
+  return tuple(copies)
+
+
+def _check_contents(records: Sequence[_Record]) -> None:
+  """Checks the arrays' values and notes versions and counts of tokens.
+
+  Over all tokens of the call at once: a loop over trajectories would cost more
+  than everything else that the ring does.
+  """
+  lengths = np.array([record.arrays[0].size for record in records])
+  starts = np.cumsum(lengths) - lengths
+  owner = np.repeat(np.arange(len(records)), lengths)
+  _, loss_mask, logprobs, entropy, versions, _ = (
+    np.concatenate(arrays)
+    for arrays in zip(*(record.arrays for record in records), strict=True)
+  )
+  sampled = np.flatnonzero(loss_mask)
+  sampled_by, sampled_owner = versions[sampled], owner[sampled]
+  # The version of the sampled token before; of the first, who began the sample.
+  previous = np.concatenate([sampled_by[:1], sampled_by[:-1]])
+  first = np.diff(sampled_owner, prepend=-1) != 0
+  begun_by = versions[starts]
+  previous = np.where(first, begun_by[sampled_owner], previous)
+  undefined = ~(np.isfinite(logprobs) & np.isfinite(entropy))[sampled]
+
+  for owners, reason in (
+    (np.flatnonzero(loss_mask[starts]), "loss_mask[0] must be false"),
+    (owner[versions < 0], "policy_version must not be negative"),
+    (
+      sampled_owner[sampled_by < previous],
+      "policy_version must not fall along the response",
+    ),
+    (
+      sampled_owner[undefined],
+      "behavior_logprobs and behavior_entropy must be finite on sampled tokens",
+    ),
+  ):
+    if owners.size:
+      raise ValueError(f"{_name(records[owners[0]].id)}: {reason}.")
+
+  for record, begun, newest, num_tokens in zip(
+    records,
+    begun_by.tolist(),
+    np.maximum.reduceat(versions, starts).tolist(),
+    np.add.reduceat(loss_mask, starts, dtype=np.int64).tolist(),
+    strict=True,
+  ):
+    record.begun_by = begun
+    record.newest_version = newest
+    record.num_tokens = num_tokens
+
+
+def _rewards(
+  group: types.TrajectoryGroup, records: Sequence[_Record]
+) -> tuple[np.ndarray, list[str | None]]:
+  """Rewards float64 [G], and why a sample has none that can be used."""
+  failures = group.failures or (None,) * len(records)
+  if len(failures) != len(records):
+    raise ValueError(
+      f"group {group.group_id} has {len(records)} samples and "
+      f"{len(failures)} entries in failures."
+    )
+  rewards = np.zeros(len(records))
+  reasons: list[str | None] = []
+  for i, (trajectory, failure, record) in enumerate(
+    zip(group.trajectories, failures, records, strict=True)
+  ):
+    reason = None
+    if record.finish is types.Finish.ABORTED:
+      reason = "aborted"  # Cut off by the run: its reward means nothing.
+    elif failure is not None:
+      # "crash: exit code -9" is of kind crash: few kinds, many messages.
+      reason = "verifier_" + failure.partition(":")[0].strip()
+    elif trajectory.reward is None:
+      reason = "no_reward"
+    elif not math.isfinite(trajectory.reward):
+      reason = "non_finite_reward"
+    else:
+      rewards[i] = trajectory.reward
+    reasons.append(reason)
+  return rewards, reasons
+
+
+class _IdSet:
+  """A set of integers that costs memory by its gaps, not by its members."""
+
+  def __init__(self):
+    self._starts: list[int] = []  # Of disjoint runs, ascending.
+    self._ends: list[int] = []  # One past each run.
+
+  def __contains__(self, member: int) -> bool:
+    at = bisect.bisect_right(self._starts, member)
+    return at > 0 and member < self._ends[at - 1]
+
+  def add(self, member: int) -> None:
+    if member in self:
+      return
+    at = bisect.bisect_right(self._starts, member)
+    extends = at > 0 and self._ends[at - 1] == member
+    precedes = at < len(self._starts) and self._starts[at] == member + 1
+    if extends and precedes:
+      del self._starts[at]
+      self._ends[at - 1] = self._ends.pop(at)
+    elif extends:
+      self._ends[at - 1] = member + 1
+    elif precedes:
+      self._starts[at] = member
+    else:
+      self._starts.insert(at, member)
+      self._ends.insert(at, member + 1)

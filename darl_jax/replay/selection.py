@@ -1,0 +1,255 @@
+"""Which trajectories of the ring's pool a step is trained on (method 2.1, 2.2).
+
+Arrays in, indices out, one value per trajectory of the pool. The metrics are
+means over tokens and never sums, because a sum rejects long answers.
+"""
+
+import bisect
+import dataclasses
+import math
+import sys
+
+import numpy as np
+
+from darl_jax import config as config_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolStatistics:
+  """What selection and its report know of each trajectory of a pool.
+
+  ell = log pi - log mu of a masked-in token, nats, from the scoring pass; a
+  mean is over the trajectory's T_i masked-in tokens. Every field is [n].
+
+  Attributes:
+    count: T_i, as the scoring pass counted it.
+    mean: Of ell.
+    variance: Population variance of ell.
+    second_moment: variance + mean^2.
+    harmful: Mean of ell^2 where A ell > 0, else 0.
+    entropy_scaled: Mean of ell^2 / (H + 0.01).
+    max_abs: Greatest |ell|.
+    length: Masked-in tokens, as the ring counted them.
+    reward: As verified.
+    advantage: From the full group.
+    entropy: Mean entropy of the behavior policy, nats.
+    age: Learner version minus ``begun_by``.
+    begun_by: Version that began the trajectory.
+  """
+
+  count: np.ndarray
+  mean: np.ndarray
+  variance: np.ndarray
+  second_moment: np.ndarray
+  harmful: np.ndarray
+  entropy_scaled: np.ndarray
+  max_abs: np.ndarray
+  length: np.ndarray
+  reward: np.ndarray
+  advantage: np.ndarray
+  entropy: np.ndarray
+  age: np.ndarray
+  begun_by: np.ndarray
+
+  def __post_init__(self):
+    shapes = {
+      field.name: np.shape(getattr(self, field.name))
+      for field in dataclasses.fields(self)
+    }
+    if len(set(shapes.values())) != 1 or len(shapes["count"]) != 1:
+      raise ValueError(f"every field must be [n] for one n, not {shapes}.")
+    if not np.array_equal(self.count, self.length):
+      wrong = np.flatnonzero(self.count != self.length)[0]
+      raise ValueError(
+        f"the scoring pass counted {self.count[wrong]} tokens in trajectory "
+        f"{wrong}, and the ring {self.length[wrong]}: they are out of order."
+      )
+
+  def __len__(self) -> int:
+    return len(self.count)
+
+
+def mismatch(stats: PoolStatistics, *, metric: str) -> np.ndarray:
+  """How badly each trajectory matches the current policy; lower is better.
+
+    variance          var_i; the second moment where T_i < 2
+    second_moment     m2_i
+    harmful           mean of ell^2 where A_i ell > 0
+    entropy_scaled    mean of ell^2 / (H + 0.01)
+    length_corrected  (m2_i / m2_pool - 1) sqrt(T_i / 2), m2_pool the token mean
+                      over the pool; 0 if that is 0
+
+  Source: method 2.1, our reconstruction of what the D-ARL paper only names.
+
+  Args:
+    stats: [n] each.
+    metric: One of the above.
+
+  Returns:
+    float64 [n]; +inf, which no selection takes, for a trajectory without
+    masked-in tokens or whose metric is not a number.
+  """
+  count = np.asarray(stats.count, np.float64)
+  second_moment = np.asarray(stats.second_moment, np.float64)
+  if metric == "variance":
+    values = np.where(count >= 2, stats.variance, second_moment)
+  elif metric == "second_moment":
+    values = second_moment
+  elif metric == "harmful":
+    values = np.asarray(stats.harmful, np.float64)
+  elif metric == "entropy_scaled":
+    values = np.asarray(stats.entropy_scaled, np.float64)
+  elif metric == "length_corrected":
+    defined = (count > 0) & np.isfinite(second_moment)
+    tokens = np.sum(count, where=defined)
+    total = np.sum(count * np.where(defined, second_moment, 0.0))
+    if total > 0:
+      values = (second_moment * tokens / total - 1) * np.sqrt(count / 2)
+    else:
+      values = np.where(defined, 0.0, np.inf)
+  else:
+    raise ValueError(f"metric = {metric!r} is not one of method 2.1.")
+  return np.where((count > 0) & np.isfinite(values), values, np.inf)
+
+
+def select(
+  stats: PoolStatistics,
+  config: config_lib.ReplayConfig,
+  *,
+  batch_size: int,
+  rng: np.random.Generator,
+) -> np.ndarray:
+  """Draws a step's trajectories from the pool.
+
+    keep_best     the ceil(keep_fraction n) best matched
+    reject_worst  a uniform draw from all but the floor(reject_fraction n) worst
+    random        a uniform draw                                   (a control)
+    newest        the youngest                                     (a control)
+
+  n counts the trajectories that have a metric. Ties are broken by a seeded
+  draw. Whatever the mode, none without a metric or with one above
+  ``max_metric`` is taken, and at most ``batch_size`` are: of keep_best the best
+  of them.
+
+  Args:
+    stats: [n] each.
+    config: The mode and its numbers.
+    batch_size: Most trajectories to take.
+    rng: For ties and draws.
+
+  Returns:
+    int64 [at most batch_size], distinct indices in order of preference; fewer
+    than ``min_batch`` are the caller's to refuse.
+  """
+  metric = mismatch(stats, metric=config.metric)
+  lot = rng.random(len(stats))
+  ranking = np.lexsort((lot, metric))
+  ranking = ranking[: np.count_nonzero(np.isfinite(metric))]
+  ranking = ranking[: _num_eligible(config, len(ranking))]
+  ranking = ranking[metric[ranking] <= config.max_metric]
+  if config.selection_mode == "keep_best":
+    return ranking[:batch_size]
+  if config.selection_mode == "newest":
+    order = np.lexsort((lot[ranking], stats.age[ranking]))
+  else:
+    order = rng.permutation(len(ranking))
+  return ranking[order[:batch_size]]
+
+
+def pool_needed(config: config_lib.ReplayConfig, min_batch: int) -> int:
+  """Size of the smallest pool from which ``min_batch`` can be selected.
+
+  Provided that all have a metric, and none above ``max_metric``.
+  """
+  return bisect.bisect_left(
+    range(sys.maxsize), min_batch, key=lambda n: _num_eligible(config, n)
+  )
+
+
+def _num_eligible(config: config_lib.ReplayConfig, pool: int) -> int:
+  """How many of a ranked pool the mode may take, best matched first."""
+  # A fraction of a whole number may miss a whole number by a rounding error.
+  if config.selection_mode == "keep_best":
+    return math.ceil(config.keep_fraction * pool - 1e-9)
+  if config.selection_mode == "reject_worst":
+    return pool - math.floor(config.reject_fraction * pool + 1e-9)
+  return pool
+
+
+def report(
+  stats: PoolStatistics,
+  kept: np.ndarray,
+  *,
+  metric: str,
+  bias_alarm: float,
+) -> tuple[dict[str, float], list[str]]:
+  """What selection did to the pool, and whether it is biased.
+
+  Args:
+    stats: [n] each.
+    kept: Indices of what ``select`` took.
+    metric: The metric that it used.
+    bias_alarm: Greatest factor between the mean lengths of kept and pool, and
+      greatest difference of their mean advantages in standard errors of a
+      uniform draw of as many from this pool, without replacement:
+      sqrt(var / k * (n - k) / (n - 1)).
+
+  Returns:
+    metrics: ``<part>_count`` and the means ``<part>_length``, ``_reward``,
+      ``_advantage``, ``_entropy``, ``_age`` and ``_metric`` for the parts kept,
+      dropped and pool; a mean over nothing is 0, beside its count of 0. The
+      mean of the metric leaves out those that have none: ``pool_excluded``.
+      ``kept_advantage_bias`` is the difference in standard errors.
+    alarms: Sentences; empty when nothing is wrong.
+  """
+  n = len(stats)
+  values = mismatch(stats, metric=metric)
+  defined = np.isfinite(values)
+  is_kept = np.zeros(n, bool)
+  is_kept[kept] = True
+  metrics = {"pool_excluded": float(n - np.count_nonzero(defined))}
+  for part, chosen in (
+    ("kept", is_kept),
+    ("dropped", ~is_kept),
+    ("pool", np.ones(n, bool)),
+  ):
+    metrics[f"{part}_count"] = float(np.count_nonzero(chosen))
+    for name, column, where in (
+      ("length", stats.length, chosen),
+      ("reward", stats.reward, chosen),
+      ("advantage", stats.advantage, chosen),
+      ("entropy", stats.entropy, chosen),
+      ("age", stats.age, chosen),
+      ("metric", values, chosen & defined),
+    ):
+      metrics[f"{part}_{name}"] = _mean(column, where)
+
+  advantage = np.asarray(stats.advantage, np.float64)
+  k = np.count_nonzero(is_kept)
+  variance = np.var(advantage) / max(k, 1) * (n - k) / max(n - 1, 1)
+  shift = metrics["kept_advantage"] - metrics["pool_advantage"]
+  # No variance: everything was kept, or all are alike. Then nothing can shift.
+  bias = shift / math.sqrt(variance) if k and variance > 1e-20 else 0.0
+  metrics["kept_advantage_bias"] = bias
+
+  alarms = []
+  lengths = metrics["kept_length"], metrics["pool_length"]
+  if k and max(lengths) > bias_alarm * min(lengths):
+    alarms.append(
+      f"selection prefers {'short' if lengths[0] < lengths[1] else 'long'} "
+      f"answers: mean length {lengths[0]:.3g} of the kept against "
+      f"{lengths[1]:.3g} of the pool."
+    )
+  if abs(bias) > bias_alarm:
+    alarms.append(
+      f"selection prefers {'good' if bias > 0 else 'bad'} answers: mean "
+      f"advantage {metrics['kept_advantage']:+.3g} of the kept against "
+      f"{metrics['pool_advantage']:+.3g} of the pool, {abs(bias):.1f} standard "
+      "errors of a uniform draw."
+    )
+  return metrics, alarms
+
+
+def _mean(values: np.ndarray, where: np.ndarray) -> float:
+  chosen = np.asarray(values, np.float64)[where]
+  return float(chosen.mean()) if chosen.size else 0.0

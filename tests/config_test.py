@@ -1,0 +1,392 @@
+import dataclasses
+import importlib
+import json
+import math
+import pathlib
+import typing
+
+import pytest
+from absl.testing import parameterized
+from ml_collections import config_dict
+
+from configs import darl
+from darl_jax import config as config_lib
+
+CONFIGS = sorted(
+  path.stem
+  for path in pathlib.Path(darl.__file__).parent.glob("*.py")
+  if path.stem != "__init__"
+)
+
+
+def leaves(cls=config_lib.RunConfig, prefix=""):
+  """(dotted name, type) of every field that is not a group of fields."""
+  for name, hint in typing.get_type_hints(cls).items():
+    if dataclasses.is_dataclass(hint):
+      yield from leaves(hint, f"{prefix}{name}.")
+    else:
+      yield prefix + name, hint
+
+
+NUMERIC = {name: hint for name, hint in leaves() if hint in (int, float)}
+
+
+def plain(**changes):
+  """The default config as nested dicts, with dotted names replaced.
+
+  The keyword writes a dot as two underscores.
+  """
+  values = darl.get_config().to_dict()
+  for name, value in changes.items():
+    *groups, field = name.split("__")
+    group = values
+    for part in groups:
+      group = group[part]
+    group[field] = value
+  return values
+
+
+def problems(values, **kwargs):
+  with pytest.raises(config_lib.ConfigError) as caught:
+    config_lib.parse(values, **kwargs)
+  return caught.value.problems
+
+
+def changed(name, value):
+  return plain(**{name.replace(".", "__"): value})
+
+
+class ParseTest(parameterized.TestCase):
+  @parameterized.parameters((name,) for name in CONFIGS)
+  def test_every_config_in_the_folder_parses(self, name):
+    module = importlib.import_module(f"configs.{name}")
+    parsed = config_lib.parse(module.get_config())
+    self.assertIsInstance(parsed, config_lib.RunConfig)
+
+  def test_values_arrive(self):
+    parsed = config_lib.parse(
+      plain(num_steps=37, mesh__train__fsdp=2, learner__b2=0.5)
+    )
+    self.assertEqual(parsed.num_steps, 37)
+    self.assertEqual(parsed.mesh.train.fsdp, 2)
+    self.assertEqual(parsed.mesh.train.size, 2)
+    self.assertEqual(parsed.learner.b2, 0.5)
+    self.assertEqual(parsed.prompts.params["max_terms"], 3)
+
+  def test_every_group_is_frozen(self):
+    parsed = config_lib.parse(plain())
+    groups = [parsed, parsed.mesh.train, parsed.mesh.rollout]
+    groups += [
+      getattr(parsed, field.name)
+      for field in dataclasses.fields(parsed)
+      if dataclasses.is_dataclass(field.type)
+    ]
+    self.assertLen(groups, 13)
+    for group in groups:
+      name = dataclasses.fields(group)[0].name
+      with self.assertRaises(dataclasses.FrozenInstanceError):
+        setattr(group, name, 1)
+
+  def test_no_field_has_a_default_here(self):
+    groups = [
+      value
+      for name, value in vars(config_lib).items()
+      if name.endswith("Config") and dataclasses.is_dataclass(value)
+    ]
+    self.assertLen(groups, 13)
+    for cls in groups:
+      for field in dataclasses.fields(cls):
+        self.assertIs(field.default, dataclasses.MISSING, field.name)
+        self.assertIs(field.default_factory, dataclasses.MISSING, field.name)
+
+  def test_a_whole_number_serves_where_any_number_does(self):
+    parsed = config_lib.parse(plain(rollout__temperature=2))
+    self.assertIs(type(parsed.rollout.temperature), float)
+
+  def test_takes_config_dicts_and_mappings_alike(self):
+    self.assertEqual(
+      config_lib.parse(darl.get_config()), config_lib.parse(plain())
+    )
+    frozen = config_dict.FrozenConfigDict(darl.get_config())
+    self.assertEqual(config_lib.parse(frozen), config_lib.parse(plain()))
+
+  def test_synchronous(self):
+    self.assertFalse(config_lib.parse(plain()).synchronous)
+    self.assertTrue(
+      config_lib.parse(changed("replay.max_staleness", 0)).synchronous
+    )
+
+
+class RoundTripTest(parameterized.TestCase):
+  @parameterized.parameters((name,) for name in CONFIGS)
+  def test_to_dict(self, name):
+    module = importlib.import_module(f"configs.{name}")
+    parsed = config_lib.parse(module.get_config())
+    text = json.dumps(config_lib.to_dict(parsed), allow_nan=False)
+    self.assertEqual(config_lib.parse(json.loads(text)), parsed)
+    self.assertEqual(config_lib.parse(config_lib.to_dict(parsed)), parsed)
+
+  def test_infinite_values_survive_json(self):
+    values = plain(
+      replay__max_metric=math.inf,
+      learner__max_grad_norm=math.inf,
+      objective__dual_clip=math.inf,
+    )
+    parsed = config_lib.parse(values)
+    text = json.dumps(config_lib.to_dict(parsed), allow_nan=False)
+    again = config_lib.parse(json.loads(text))
+    self.assertEqual(again, parsed)
+    self.assertEqual(again.learner.max_grad_norm, math.inf)
+
+
+class FieldsTest(parameterized.TestCase):
+  """Unknown, missing and mistyped fields."""
+
+  @parameterized.parameters(
+    ("replay.max_stalenes", "Try replay.max_staleness."),
+    ("sede", "Try seed."),
+    ("mesh.train.fdsp", "Try mesh.train.fsdp."),
+  )
+  def test_unknown_field_gets_the_nearest(self, name, advice):
+    (problem,) = problems(changed(name, 1))
+    self.assertStartsWith(problem, f"{name} is not a field.")
+    self.assertEndsWith(problem, advice)
+
+  @parameterized.parameters("seed", "replay.metric", "mesh.train.fsdp")
+  def test_missing_field(self, name):
+    values = plain()
+    *groups, field = name.split(".")
+    group = values
+    for part in groups:
+      group = group[part]
+    del group[field]
+    (problem,) = problems(values)
+    self.assertStartsWith(problem, f"{name} is missing.")
+
+  def test_missing_group(self):
+    values = plain()
+    del values["learner"]
+    (problem,) = problems(values)
+    self.assertStartsWith(problem, "learner is missing.")
+
+  def test_a_long_value_is_cut(self):
+    (problem,) = problems(changed("prompts.params", "[" * 100_000))
+    self.assertLess(len(problem), 250)
+
+  def test_empty_config_misses_every_group(self):
+    self.assertLen(problems({}), len(dataclasses.fields(config_lib.RunConfig)))
+
+  def test_a_group_must_be_one(self):
+    (problem,) = problems(changed("mesh.train", 8))
+    self.assertIn("mesh.train = 8 is not a group of fields", problem)
+
+  @parameterized.parameters(
+    ("num_steps", 400.0, "Try 400."),
+    ("num_steps", "400", "is not a whole number"),
+    ("num_steps", True, "is not a whole number"),
+    ("num_steps", None, "is not a whole number"),
+    ("num_steps", math.inf, "is not a whole number"),
+    ("rollout.temperature", "hot", "is not a number"),
+    ("rollout.temperature", True, "is not a number"),
+    ("rollout.temperature", None, "is not a number"),
+    ("rollout.temperature", math.nan, "is not a number"),
+    ("rollout.temperature", 10**400, "is too large a number"),
+    ("model.remat", 1, "is not true or false"),
+    ("model.remat", "True", "is not true or false"),
+    ("prompts.dataset", "", "is not a name"),
+    ("prompts.dataset", None, "is not a name"),
+    ("replay.metric", "varience", "Try 'variance'."),
+    ("replay.metric", 3, "is not one of variance, second_moment"),
+    ("model.param_dtype", "float16", "is not one of float32, bfloat16"),
+    ("prompts.params", "{", "is not a JSON object"),
+    ("prompts.params", "[1]", "is not a JSON object"),
+    ("prompts.params", '{"x": NaN}', "is not a JSON object"),
+    ("prompts.params", '{"x": 1e999}', "is not a JSON object"),
+    ("prompts.params", "[" * 100_000, "is not a JSON object"),
+    ("prompts.params", {"min_terms": 3}, "is not a JSON object as text"),
+  )
+  def test_mistyped(self, name, value, words):
+    (problem,) = problems(changed(name, value))
+    self.assertStartsWith(problem, f"{name} = ")
+    self.assertIn(words, problem)
+    self.assertIn("Try ", problem)
+
+
+class RangesTest(parameterized.TestCase):
+  def test_every_number_has_a_range_and_every_range_a_number(self):
+    self.assertCountEqual(NUMERIC, config_lib._RANGES)
+
+  @parameterized.parameters(
+    ("seed", -1, "Try 0."),
+    ("seed", 2**31, "Try 2147483647."),
+    ("num_steps", -1, "must be at least 0 and finite. Try 0."),
+    ("num_steps", 10**400, None),
+    ("rollout.temperature", 0, "must be above 0 and finite."),
+    ("rollout.temperature", math.inf, "Try 1."),
+    ("rollout.temperature", "inf", "Try 1."),
+    ("learner.b1", 1.0, "must be in [0, 1). Try 0.9."),
+    ("prompts.heldout_fraction", 0, "must be in (0, 1). Try 0.1."),
+    ("prompts.heldout_fraction", 1, "must be in (0, 1). Try 0.9."),
+    ("replay.keep_fraction", 1.5, "must be in (0, 1]. Try 1."),
+    ("objective.dual_clip", 1.0, "must be above 1."),
+    ("objective.weight_cap", 0.5, "must be at least 1. Try 1."),
+    ("replay.max_metric", -math.inf, "Try 1."),
+  )
+  def test_out_of_range(self, name, value, words):
+    if words is None:  # Absurd, but a number in range.
+      self.assertEqual(config_lib.parse(changed(name, value)).num_steps, value)
+      return
+    (problem,) = problems(changed(name, value))
+    self.assertStartsWith(problem, f"{name} = {value!r} must be ")
+    self.assertIn(words, problem)
+
+  @parameterized.parameters(*NUMERIC)
+  def test_advice_is_a_value_in_range(self, name):
+    limits = config_lib._RANGES[name]
+    kind = NUMERIC[name]
+    candidates = [limits.low, limits.low - 1, limits.high, limits.high + 1]
+    if kind is int:
+      candidates = [int(v) for v in candidates if math.isfinite(v)]
+    refused = [kind(v) for v in candidates if v not in limits]
+    self.assertNotEmpty(refused)  # Else the range bounds nothing.
+    for value in refused:
+      found = [
+        problem
+        for problem in problems(changed(name, value))
+        if problem.startswith(f"{name} = {value!r} must be ")
+      ]
+      self.assertLen(found, 1)
+      advice = found[0].rsplit("Try ", 1)[1].removesuffix(".")
+      self.assertIn(kind(advice), limits, found[0])
+
+  def test_infinite_only_where_it_means_none(self):
+    takes = {n for n, limits in config_lib._RANGES.items() if limits.infinite}
+    self.assertEqual(
+      takes,
+      {
+        "replay.max_metric",
+        "objective.weight_cap",
+        "objective.clip_high",
+        "objective.dual_clip",
+        "objective.max_behavior_weight",
+        "learner.max_grad_norm",
+      },
+    )
+    for name in takes:
+      config_lib.parse(changed(name, math.inf))
+
+
+# Changes to the default config that cannot work, the field to blame, and a
+# value of it that the problem advises and that mends it.
+COMBINATIONS = (
+  (dict(replay__min_batch=385), "replay.min_batch", 384),
+  (dict(learner__rows=130, learner__minibatches=4), "learner.rows", 128),
+  (dict(learner__microbatches=3), "learner.rows", 126),
+  (dict(learner__rows=20, mesh__train__fsdp=32), "learner.rows", 32),
+  (dict(learner__score_rows=66, mesh__train__data=4), "learner.score_rows", 64),
+  (dict(learner__row_tokens=17), "learner.row_tokens", 18),
+  (
+    dict(rollout__prompts_per_batch=66, mesh__rollout__data=4),
+    "rollout.prompts_per_batch",
+    68,
+  ),
+  (dict(model__num_kv_heads=3), "model.num_kv_heads", 1),
+  (dict(model__head_dim=15), "model.head_dim", 16),
+  (dict(mesh__train__tensor=4), "mesh.train.tensor", 2),
+  (dict(mesh__rollout__tensor=4), "mesh.rollout.tensor", 2),
+  (
+    dict(mesh__train__fsdp=5, learner__rows=130, learner__score_rows=65),
+    "mesh.train.fsdp",
+    1,
+  ),
+  (dict(replay__max_staleness=0, replay__max_uses=2), "replay.max_uses", 1),
+  (
+    dict(learner__final_learning_rate=0.0),
+    "learner.final_learning_rate",
+    3e-4,
+  ),
+  (dict(num_steps=5), "learner.warmup_steps", 0),
+)
+
+
+class CrossFieldTest(parameterized.TestCase):
+  @parameterized.parameters(*COMBINATIONS)
+  def test_refused_with_advice_that_works(self, changes, field, advised):
+    text = " ".join(p for p in problems(plain(**changes)) if field in p)
+    self.assertIn(f"{advised:g}", text)
+    config_lib.parse(plain(**{**changes, field.replace(".", "__"): advised}))
+
+  def test_every_check_can_fail(self):
+    for check in config_lib._CROSS_FIELD_CHECKS:
+      found = []
+      for changes, _, _ in COMBINATIONS:
+        fields = config_lib._parse_fields(
+          config_lib.RunConfig, plain(**changes), "", []
+        )
+        found += check(fields)
+      self.assertNotEmpty(found, check.__name__)
+
+  def test_warmup_and_schedule_at_their_limits(self):
+    config_lib.parse(
+      plain(
+        num_steps=10,
+        learner__warmup_steps=10,
+        learner__schedule="cosine",
+        learner__final_learning_rate=0.0,
+      )
+    )
+
+
+class ManyProblemsTest(parameterized.TestCase):
+  def test_all_at_once(self):
+    found = problems(
+      plain(
+        sede=3,
+        num_steps="many",
+        rollout__temperature=-1.0,
+        replay__metric="luck",
+        learner__row_tokens=17,
+        model__head_dim=15,
+      )
+    )
+    self.assertLen(found, 6)
+    for name in (
+      "sede",
+      "num_steps",
+      "rollout.temperature",
+      "replay.metric",
+      "learner.row_tokens",
+      "model.head_dim",
+    ):
+      self.assertLen([p for p in found if p.startswith(name + " ")], 1, name)
+
+  def test_message(self):
+    with pytest.raises(config_lib.ConfigError) as caught:
+      config_lib.parse(plain(seed=-1, num_steps=-1))
+    self.assertEqual(
+      str(caught.value).splitlines(),
+      [
+        "2 problems in the config:",
+        "  * seed = -1 must be in [0, 2147483647]. Try 0.",
+        "  * num_steps = -1 must be at least 0 and finite. Try 0.",
+      ],
+    )
+    with pytest.raises(config_lib.ConfigError, match="^1 problem in the"):
+      config_lib.parse(plain(seed=-1))
+
+  def test_a_cross_field_check_of_a_bad_field_is_left_out(self):
+    # learner.rows would not split, but the mesh itself is the problem.
+    (problem,) = problems(plain(mesh__train__fsdp=0, learner__rows=7))
+    self.assertStartsWith(problem, "mesh.train.fsdp = 0 ")
+
+  def test_extra_checks(self):
+    def check(fields):
+      return [f"prompts.dataset = {fields.prompts.dataset!r} is unknown."]
+
+    (problem,) = problems(plain(), extra_checks=[check])
+    self.assertEqual(problem, "prompts.dataset = 'chain_sum' is unknown.")
+    self.assertLen(problems(plain(seed=-1), extra_checks=[check]), 2)
+    # The check reads a field that is a problem already.
+    self.assertLen(
+      problems(changed("prompts.dataset", ""), extra_checks=[check]), 1
+    )

@@ -1,0 +1,487 @@
+"""Scoring pass and train step: parity, accumulation, skipping, sharding."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from configs import darl
+from darl_jax import config as config_lib
+from darl_jax.config import (
+  MeshConfig,
+  ModelConfig,
+  RolloutMeshConfig,
+  TrainMeshConfig,
+)
+from darl_jax.learner.step import Learner
+from darl_jax.models import presets
+from darl_jax.models.transformer import Policy
+from darl_jax.rollout.engine import Engine
+from darl_jax.sharding import meshes, transfer
+from darl_jax.types import Batch, PolicySnapshot, Prompt, ScoreBatch
+
+_VOCAB = (
+  42  # 40 would hide what a vocabulary that tensor = 4 cuts raggedly does.
+)
+_ROWS, _TOKENS, _VERSIONS = 16, 16, 3
+_DEFAULT = config_lib.parse(darl.get_config())
+
+
+@functools.cache
+def _policy():
+  config = presets.nano() | dict(
+    num_layers=1, embed_dim=16, mlp_dim=32, num_heads=4, head_dim=8
+  )
+  return Policy(ModelConfig(**config), vocab_size=_VOCAB)
+
+
+def _meshes(train=(1, 1, 1)):
+  return meshes.split_devices(
+    MeshConfig(TrainMeshConfig(*train), RolloutMeshConfig(1, 1)),
+    jax.devices() if np.prod(train) < 8 else [*jax.devices(), *jax.devices()],
+  )
+
+
+@functools.cache
+def _learner(
+  *, train=(1, 1, 1), minibatches=1, microbatches=1, temperature=1.0
+) -> Learner:
+  """Shared by the tests: each of its programs compiles once."""
+  config = dataclasses.replace(
+    _DEFAULT.learner,
+    minibatches=minibatches,
+    microbatches=microbatches,
+    rows=_ROWS,
+    row_tokens=_TOKENS,
+    warmup_steps=0,
+    learning_rate=1e-2,
+    final_learning_rate=1e-2,
+    # So large that 1e-6 of a gradient is not a step of Adam's.
+    eps=1e-3,
+  )
+  return Learner(
+    _policy(),
+    config,
+    _DEFAULT.objective,
+    mesh=_meshes(train).train,
+    temperature=temperature,
+    num_steps=10,
+  )
+
+
+@functools.cache
+def _host_params(seed=0):
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(_policy().init, jax.random.key(0))
+  return jax.tree.map(
+    lambda leaf: (0.4 * rng.normal(size=leaf.shape)).astype(np.float32), shapes
+  )
+
+
+def _params(learner, seed=0):
+  return jax.device_put(_host_params(seed), learner.param_shardings)
+
+
+def _state(learner):
+  return learner.init_state(_params(learner))
+
+
+def _batch(minibatches=1, microbatches=1, **changes) -> Batch:
+  """Two trajectories in each row, then padding."""
+  rng = np.random.default_rng(3)
+  shape = (_ROWS, _TOKENS)
+  lengths = (7, 6)
+  segments = np.repeat([1, 2, 0], (*lengths, _TOKENS - sum(lengths)))
+  positions = np.concatenate([np.arange(7), np.arange(6), np.arange(3)])
+  mask = np.broadcast_to((positions >= 3) & (segments > 0), shape)
+  logprobs = -np.abs(rng.normal(4.0, 0.5, shape)).astype(np.float32)
+  fields = dict(
+    tokens=rng.integers(_VOCAB, size=shape).astype(np.int32),
+    positions=np.broadcast_to(positions, shape).astype(np.int32),
+    segment_ids=np.broadcast_to(segments, shape).astype(np.int32),
+    loss_mask=mask,
+    behavior_logprobs=logprobs,
+    proximal_logprobs=logprobs,
+    behavior_index=rng.integers(_VERSIONS, size=shape).astype(np.int32),
+    token_weights=np.full(shape, 1 / mask.sum(), np.float32),
+    advantages=np.sign(rng.normal(size=shape)).astype(np.float32),
+  )
+  fields = {
+    name: value.reshape(minibatches, microbatches, -1, _TOKENS)
+    for name, value in (fields | changes).items()
+  }
+  return Batch(
+    **fields,
+    clip_low=np.full(_VERSIONS, 0.2, np.float32),
+    clip_high=np.full(_VERSIONS, 0.28, np.float32),
+    versions=np.arange(_VERSIONS, dtype=np.int32),
+  )
+
+
+def _score_batch(**changes) -> ScoreBatch:
+  batch = _batch()
+  fields = {
+    field.name: getattr(batch, field.name)[0, 0]
+    for field in dataclasses.fields(ScoreBatch)
+    if field.name != "behavior_entropy"
+  }
+  entropy = np.ones((_ROWS, _TOKENS), np.float32)
+  return ScoreBatch(**dict(behavior_entropy=entropy, **fields) | changes)
+
+
+def _values(metrics):
+  """Each (sum, count) pair as one number."""
+  return {
+    name: float(total) / max(float(count), 1.0)
+    for name, (total, count) in metrics.items()
+  }
+
+
+def _assert_close(got, want, atol):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=atol),
+    got,
+    want,
+  )
+
+
+def _largest_gap(one, other):
+  gaps = jax.tree.map(
+    lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), one, other
+  )
+  return max(jax.tree.leaves(gaps))
+
+
+class ParityTest(parameterized.TestCase):
+  """Sampler and learner speak of the same distribution."""
+
+  @parameterized.parameters(0.7, 1.0, 1.3)
+  def test_recorded_logprobs_are_the_learners(self, temperature):
+    learner = _learner(temperature=temperature)
+    trajectories = self._sample(temperature)
+    packed = self._pack(trajectories)
+    logprobs, moments = learner.score(_params(learner), packed)
+    gaps = np.abs(np.asarray(logprobs) - packed.behavior_logprobs)
+    self.assertLess(gaps[packed.loss_mask].max(), 1e-5)
+    # So every importance ratio is 1.
+    self.assertLess(float(jnp.max(moments.max_abs)), 1e-5)
+    # A segment for each trajectory, counted right.
+    counts = np.asarray(moments.count)
+    want = [t.num_sampled for t in trajectories]
+    np.testing.assert_array_equal(counts[:, :2].reshape(-1), want)
+    self.assertFalse(counts[:, 2:].any())
+
+  def test_ratios_leave_1_with_the_first_update(self):
+    learner = _learner()
+    packed = self._pack(self._sample(1.0))
+    fields = {
+      field.name: getattr(packed, field.name)
+      for field in dataclasses.fields(ScoreBatch)
+      if field.name != "behavior_entropy"
+    }
+    batch = _batch(**fields, proximal_logprobs=packed.behavior_logprobs)
+    state, metrics = learner.step(_state(learner), batch)
+    self.assertAlmostEqual(_values(metrics)["train/ratio"], 1.0, delta=1e-5)
+    self.assertAlmostEqual(_values(metrics)["train/kl"], 0.0, delta=1e-6)
+    logprobs, _ = learner.score(state.params, packed)
+    ell = np.asarray(logprobs) - packed.behavior_logprobs
+    ratio = np.exp(ell[packed.loss_mask])
+    self.assertGreater(np.mean(np.abs(ratio - 1)), 1e-3)
+
+  def _sample(self, temperature):
+    rollout = dataclasses.replace(
+      _DEFAULT.rollout,
+      prompts_per_batch=8,
+      samples_per_prompt=4,
+      max_response_tokens=5,
+      chunk_tokens=2,
+      temperature=temperature,
+    )
+    mesh = _meshes().rollout
+    engine = Engine(
+      _policy(),
+      rollout,
+      mesh=mesh,
+      max_prompt_tokens=3,
+      stop_ids=(5, 9),
+      pad_id=0,
+      seed=0,
+    )
+    params = jax.device_put(_host_params(), jax.devices()[1])
+    rng = np.random.default_rng(0)
+    prompts = [
+      Prompt(str(i), rng.integers(_VOCAB, size=1 + i % 3).astype(np.int32), {})
+      for i in range(8)
+    ]
+    groups, _ = engine.generate(
+      prompts, first_group_id=0, fetch=lambda: PolicySnapshot(0, params)
+    )
+    return [t for group in groups for t in group.trajectories]
+
+  def _pack(self, trajectories) -> ScoreBatch:
+    """Two trajectories per row."""
+    fields = {
+      field.name: np.zeros_like(getattr(_score_batch(), field.name))
+      for field in dataclasses.fields(ScoreBatch)
+    }
+    for index, trajectory in enumerate(trajectories):
+      row, second = divmod(index, 2)
+      start = len(trajectories[index - 1].tokens) if second else 0
+      slots = slice(start, start + len(trajectory.tokens))
+      for name in (
+        "tokens",
+        "loss_mask",
+        "behavior_logprobs",
+        "behavior_entropy",
+      ):
+        fields[name][row, slots] = getattr(trajectory, name)
+      fields["positions"][row, slots] = np.arange(len(trajectory.tokens))
+      fields["segment_ids"][row, slots] = 1 + second
+      fields["advantages"][row, slots] = 1.0 if index % 3 else -1.0
+    return ScoreBatch(**fields)
+
+
+class ScoreTest(parameterized.TestCase):
+  def test_masked_slots_do_not_matter(self):
+    learner = _learner()
+    params, clean = _params(learner), _score_batch()
+    masked, padding = ~clean.loss_mask, clean.segment_ids == 0
+
+    def spoil(name, where, value):
+      return {name: np.where(where, value, getattr(clean, name))}
+
+    spoiled = _score_batch(
+      **spoil("behavior_logprobs", masked, np.float32(np.nan)),
+      **spoil("behavior_entropy", masked, np.float32(np.inf)),
+      **spoil("advantages", masked, np.float32(np.nan)),
+      **spoil("tokens", padding, np.int32(7)),
+      **spoil("positions", padding, np.int32(999)),
+    )
+    want, want_moments = learner.score(params, clean)
+    got, moments = learner.score(params, spoiled)
+    real = clean.loss_mask
+    np.testing.assert_array_equal(np.asarray(got)[real], np.asarray(want)[real])
+    jax.tree.map(np.testing.assert_array_equal, moments, want_moments)
+    self.assertTrue(np.all(np.isfinite(moments.second_moment)))
+
+  def test_rows_do_not_depend_on_each_other(self):
+    learner = _learner()
+    params, clean = _params(learner), _score_batch()
+    want, _ = learner.score(params, clean)
+    other = clean.tokens.copy()
+    other[1:] = (other[1:] + 5) % _VOCAB
+    got, _ = learner.score(params, _score_batch(tokens=other))
+    np.testing.assert_array_equal(got[0], want[0])
+    turned, _ = learner.score(
+      params, _score_batch(tokens=np.roll(clean.tokens, 3, axis=0))
+    )
+    np.testing.assert_allclose(
+      turned, np.roll(np.asarray(want), 3, axis=0), atol=1e-5
+    )
+
+  @parameterized.parameters([(2, 2, 1)], [(2, 2, 2)])
+  def test_sharded_equals_unsharded(self, train):
+    results = []
+    for learner in (_learner(), _learner(train=train)):
+      results.append(learner.score(_params(learner), _score_batch()))
+    _assert_close(*results, atol=1e-5)
+
+
+class StepTest(parameterized.TestCase):
+  def test_counts_its_steps_and_compiles_once(self):
+    learner = Learner(
+      _policy(),
+      _learner(minibatches=2)._config,
+      _DEFAULT.objective,
+      mesh=_meshes((1, 2, 1)).train,
+      temperature=1.0,
+      num_steps=10,
+    )
+    state = learner.init_state(learner.init_params(0))
+    self.assertEqual(int(state.step), 0)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, state)
+    for step in range(1, 4):
+      learner.score(state.params, _score_batch())
+      state, _ = learner.step(state, _batch(2))
+      self.assertEqual(int(state.step), step)
+    # As the run moves an older snapshot back, to check the sampler with.
+    snapshot = transfer.to_mesh(
+      transfer.to_host(state.params, version=3),
+      shardings=learner.param_shardings,
+      dtype=jnp.float32,
+    )
+    learner.score(snapshot.params, _score_batch())
+    self.assertEqual(learner.compiles(), {"score": 1, "train_step": 1})
+    self.assertEqual(jax.tree.map(lambda leaf: leaf.sharding, state), layout)
+
+  def test_the_state_is_donated(self):
+    learner = _learner()
+    state = _state(learner)
+    snapshot = transfer.to_host(state.params, version=0)
+    learner.step(state, _batch())
+    for leaf in jax.tree.leaves(state):
+      self.assertTrue(leaf.is_deleted())
+    jax.tree.map(np.testing.assert_array_equal, snapshot.params, _host_params())
+
+  def test_metrics_are_finite_sums_and_counts(self):
+    learner = _learner()
+    batch = _batch()
+    state = _state(learner)
+    _, metrics = learner.step(state, batch)
+    for name, (total, count) in metrics.items():
+      self.assertEqual((total.shape, count.shape), ((), ()), name)
+      self.assertTrue(np.isfinite(total) and np.isfinite(count), name)
+    tokens = batch.loss_mask.sum()
+    values = _values(metrics)
+    self.assertEqual(values["train/tokens"], tokens)
+    self.assertEqual(values["train/skipped"], 0)
+    self.assertEqual(float(metrics["train/entropy"][1]), tokens)
+    self.assertBetween(values["train/entropy"], 1.0, np.log(_VOCAB))
+    logprobs, _ = learner.score(_params(learner), _score_batch())
+    ell = (np.asarray(logprobs) - batch.behavior_logprobs[0, 0])[
+      batch.loss_mask[0, 0]
+    ]
+    np.testing.assert_allclose(
+      values["train/ratio"], np.exp(ell).mean(), rtol=1e-4
+    )
+
+  def test_an_update_raises_the_chance_of_what_paid(self):
+    learner = _learner()
+    clean = _score_batch()
+    before, _ = learner.score(_params(learner), clean)
+    # On-policy, so that no ratio is clipped.
+    on_policy = np.asarray(before)
+    state, metrics = learner.step(
+      _state(learner),
+      _batch(
+        behavior_logprobs=on_policy,
+        proximal_logprobs=on_policy,
+        advantages=clean.advantages,
+      ),
+    )
+    after, _ = learner.score(state.params, clean)
+    rise = (np.asarray(after) - on_policy)[clean.loss_mask]
+    advantages = clean.advantages[clean.loss_mask]
+    self.assertGreater(np.mean(rise * advantages), 1e-3)
+    # On-policy the loss is minus the weighted mean advantage.
+    np.testing.assert_allclose(
+      _values(metrics)["train/loss"], -advantages.mean(), atol=1e-5
+    )
+
+
+class AccumulationTest(parameterized.TestCase):
+  def test_microbatches_add_up(self):
+    whole, parts = _learner(), _learner(microbatches=4)
+    want, want_metrics = whole.step(_state(whole), _batch())
+    got, metrics = parts.step(_state(parts), _batch(1, 4))
+    self.assertGreater(_largest_gap(want.params, _host_params()), 1e-3)
+    _assert_close(got.params, want.params, atol=1e-6)
+    _assert_close(got.opt_state, want.opt_state, atol=1e-6)
+    _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
+
+  def test_two_minibatches_are_two_updates(self):
+    once, twice = _learner(), _learner(minibatches=2)
+    batch = _batch()
+    got, metrics = twice.step(_state(twice), _batch(2))
+    # One after the other by hand: each holds half of the weight, times M = 2.
+    state = _state(once)
+    half = _ROWS // 2
+    for rows in (slice(None, half), slice(half, None)):
+      doubled = {
+        "token_weights": np.concatenate(
+          [2 * batch.token_weights[0, 0, rows]] * 2
+        ),
+      }
+      changes = {}
+      for field in dataclasses.fields(Batch):
+        value = getattr(batch, field.name)
+        if value.ndim == 4:
+          part = value[0, 0, rows]
+          # The other half is padding, so that the shape stays.
+          changes[field.name] = np.concatenate([part, np.zeros_like(part)])
+      changes["token_weights"] = doubled["token_weights"]
+      state, _ = once.step(state, _batch(**changes))
+    _assert_close(got.params, state.params, atol=1e-5)
+    self.assertEqual(int(got.step), 1)
+    self.assertEqual(float(metrics["train/grad_norm"][1]), 2.0)
+    self.assertEqual(int(got.opt_state[1][0].count), 2)
+
+
+class SkippedTest(parameterized.TestCase):
+  def test_a_fully_masked_batch_changes_nothing(self):
+    learner = _learner()
+    before = jax.tree.map(np.array, _state(learner))
+    none = np.zeros((_ROWS, _TOKENS), bool)
+    state, metrics = learner.step(_state(learner), _batch(loss_mask=none))
+    jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+    jax.tree.map(
+      np.testing.assert_array_equal, state.opt_state, before.opt_state
+    )
+    self.assertEqual(int(state.step), 1)
+    values = _values(metrics)
+    self.assertEqual(values["train/skipped"], 1)
+    self.assertEqual(values["train/loss"], 0)
+    self.assertTrue(np.all(np.isfinite(list(values.values()))))
+
+  @parameterized.parameters(
+    ("advantages", np.nan),
+    ("token_weights", np.inf),
+    ("behavior_logprobs", np.nan),
+  )
+  def test_a_gradient_that_is_not_finite_is_not_applied(self, name, value):
+    learner = _learner(minibatches=2)
+    spoiled = getattr(_batch(), name)[0, 0].copy()
+    slot = np.flatnonzero(_batch().loss_mask[0, 0].reshape(-1))[-1]
+    spoiled.reshape(-1)[slot] = value
+    state, metrics = learner.step(_state(learner), _batch(2, **{name: spoiled}))
+    for leaf in jax.tree.leaves(state):
+      self.assertTrue(np.all(np.isfinite(leaf)))
+    values = _values(metrics)
+    self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+    # The other minibatch was trained on, and it alone is counted.
+    self.assertEqual(values["train/skipped"], 1)
+    self.assertEqual(int(state.opt_state[1][0].count), 1)
+    self.assertGreater(_largest_gap(state.params, _host_params()), 1e-3)
+    self.assertEqual(values["train/tokens"], _batch().loss_mask.sum() / 2)
+
+  def test_garbage_in_masked_slots_changes_nothing(self):
+    learner = _learner()
+    clean = _batch()
+    masked = ~clean.loss_mask[0, 0]
+    padding = clean.segment_ids[0, 0] == 0
+    spoiled = {}
+    for name, where, value in (
+      ("behavior_logprobs", masked, np.nan),
+      ("proximal_logprobs", masked, np.inf),
+      ("advantages", masked, np.nan),
+      ("token_weights", masked, np.inf),
+      ("behavior_index", masked, 99),
+      ("tokens", padding, 7),
+      ("positions", padding, 999),
+    ):
+      values = getattr(clean, name)[0, 0]
+      spoiled[name] = np.where(where, value, values).astype(values.dtype)
+    want, want_metrics = learner.step(_state(learner), clean)
+    got, metrics = learner.step(_state(learner), _batch(**spoiled))
+    jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
+    self.assertEqual(_values(metrics), _values(want_metrics))
+
+
+class ShardedTest(parameterized.TestCase):
+  @parameterized.parameters([(2, 2, 1)], [(2, 2, 2)])
+  def test_the_first_step_equals_that_of_one_device(self, train):
+    one, many = _learner(), _learner(train=train)
+    want, want_metrics = one.step(_state(one), _batch())
+    got, metrics = many.step(_state(many), _batch())
+    _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+    # It really is cut: weights along fsdp, moments with them.
+    up = got.params["layers"]["feed_forward"]["up"]
+    moment = got.opt_state[1][0].mu["layers"]["feed_forward"]["up"]
+    for leaf in (up, moment):
+      self.assertEqual(
+        leaf.addressable_shards[0].data.shape, (1, 8, 32 // train[2])
+      )

@@ -1,0 +1,79 @@
+"""How devices are split between learner and sampler."""
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from darl_jax.config import (
+  ConfigError,
+  MeshConfig,
+  RolloutMeshConfig,
+  TrainMeshConfig,
+)
+from darl_jax.sharding import meshes
+
+
+def _config(train=(1, 1, 1), rollout=(1, 1)):
+  return MeshConfig(TrainMeshConfig(*train), RolloutMeshConfig(*rollout))
+
+
+class SplitDevicesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((1, 1, 1), (1, 1), 6), ((2, 2, 1), (2, 1), 2), ((1, 2, 2), (2, 2), 0)
+  )
+  def test_disjoint_with_two_devices_or_more(self, train, rollout, unused):
+    got = meshes.split_devices(_config(train, rollout))
+    self.assertEqual(
+      dict(got.train.shape), dict(zip(("data", "fsdp", "tensor"), train))
+    )
+    self.assertEqual(
+      dict(got.rollout.shape), dict(zip(("data", "tensor"), rollout))
+    )
+    together = [*got.train.devices.flat, *got.rollout.devices.flat]
+    self.assertLen(set(together), got.train.size + got.rollout.size)
+    self.assertEqual(together, jax.devices()[: len(together)])
+    self.assertEqual(got.unused, unused)
+    self.assertFalse(got.shared)
+
+  def test_one_device_is_shared(self):
+    device = jax.devices()[3]
+    got = meshes.split_devices(_config(), [device])
+    self.assertEqual(got.train.devices.item(), device)
+    self.assertEqual(got.rollout.devices.item(), device)
+    self.assertTrue(got.shared)
+    self.assertEqual(got.unused, 0)
+
+  def test_two_devices_are_not_shared(self):
+    got = meshes.split_devices(_config(), jax.devices()[:2])
+    self.assertFalse(got.shared)
+
+  @parameterized.parameters(1, 2, 3, 5, 8)
+  def test_too_few(self, attached):
+    with self.assertRaises(ConfigError) as caught:
+      meshes.split_devices(_config((2, 4, 1), (2, 2)), jax.devices()[:attached])
+    (problem,) = caught.exception.problems
+    for part in (
+      "mesh.train (data=2 x fsdp=4 x tensor=1)",
+      "mesh.rollout (data=2 x tensor=2)",
+      "8 + 4 = 12 devices",
+      f"{attached} are attached",
+    ):
+      self.assertIn(part, problem)
+    # The advice works.
+    _, advice = problem.rstrip(".").split("Try ")
+    sizes = {}
+    for assignment in advice.split(", "):
+      name, value = assignment.split("=")
+      sizes[name.removeprefix("mesh.")] = int(value)
+    config = _config(
+      [sizes[f"train.{axis}"] for axis in meshes.TRAIN_AXES],
+      [sizes[f"rollout.{axis}"] for axis in meshes.ROLLOUT_AXES],
+    )
+    got = meshes.split_devices(config, jax.devices()[:attached])
+    self.assertEqual(got.shared, attached == 1)
+
+  def test_order_follows_the_devices_given(self):
+    devices = np.array(jax.devices())[::-1]
+    got = meshes.split_devices(_config((2, 1, 1), (1, 1)), list(devices))
+    self.assertEqual(list(got.train.devices.flat), list(devices[:2]))
+    self.assertEqual(got.rollout.devices.item(), devices[2])
