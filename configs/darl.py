@@ -64,7 +64,8 @@ def get_config() -> config_dict.ConfigDict:
       snapshot_bytes=256 * 2**20,
       trajectory_bytes=256 * 2**20,
       timeout_s=60.0,
-      bias_alarm=1.5,
+      length_alarm=1.25,
+      advantage_alarm=5.0,
     )
   )
   config.objective = config_dict.ConfigDict(

@@ -156,8 +156,10 @@ class ReplayConfig:
     snapshot_bytes: Budget of host memory for snapshots' parameters.
     trajectory_bytes: Budget of host memory for trajectories.
     timeout_s: Longest wait for min_batch before the run fails, diagnosed.
-    bias_alarm: Alarm when kept and pool differ in mean length by more than
-      this factor, or in mean advantage by more than this many deviations.
+    length_alarm: Alarm when the mean lengths of kept and pool differ by more
+      than this factor.
+    advantage_alarm: Alarm when the mean advantages of kept and pool differ by
+      more than this many standard errors of a uniform draw.
   """
 
   num_snapshots: int
@@ -178,7 +180,8 @@ class ReplayConfig:
   snapshot_bytes: int
   trajectory_bytes: int
   timeout_s: float
-  bias_alarm: float
+  length_alarm: float
+  advantage_alarm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -579,7 +582,8 @@ _RANGES = {
   "replay.snapshot_bytes": _AT_LEAST_1,
   "replay.trajectory_bytes": _AT_LEAST_1,
   "replay.timeout_s": _POSITIVE,
-  "replay.bias_alarm": _POSITIVE,
+  "replay.length_alarm": _AT_LEAST_1,
+  "replay.advantage_alarm": _POSITIVE,
   "objective.reward_tolerance": _AT_LEAST_0,
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,

@@ -331,7 +331,7 @@ class Run:
       # max_metric bars too many of this pool: wait until there are more.
       needed = len(pool) + 1
     report, alarms = selection.report(
-      stats, kept, metric=replay.metric, bias_alarm=replay.bias_alarm
+      stats, kept, replay
     )
     for alarm in alarms:
       self.progress.alarm(alarm)

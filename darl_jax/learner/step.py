@@ -205,7 +205,7 @@ class Learner:
     grads, (losses, sums) = jax.lax.scan(accumulate, zeros, batch)
     loss = jnp.sum(losses)
     sums, entropy = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     tokens = jnp.sum(sums.tokens)
     usable = (tokens > 0) & jnp.isfinite(norm) & jnp.isfinite(loss)
 
@@ -214,6 +214,10 @@ class Learner:
       return optax.apply_updates(params, updates), new
 
     carry = jax.lax.cond(usable, update, lambda _: (params, opt_state), None)
+    # What was not trained on is not counted, nor may its NaN reach a metric.
+    sums, entropy = jax.tree.map(
+      lambda x: jnp.where(usable, x, 0.0), (sums, entropy)
+    )
     return carry, (loss, norm, usable, entropy, sums)
 
   def _train_step(self, state: TrainState, batch: Batch):

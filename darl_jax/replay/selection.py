@@ -179,20 +179,16 @@ def _num_eligible(config: config_lib.ReplayConfig, pool: int) -> int:
 def report(
   stats: PoolStatistics,
   kept: np.ndarray,
-  *,
-  metric: str,
-  bias_alarm: float,
+  config: config_lib.ReplayConfig,
 ) -> tuple[dict[str, float], list[str]]:
   """What selection did to the pool, and whether it is biased.
 
   Args:
     stats: [n] each.
     kept: Indices of what ``select`` took.
-    metric: The metric that it used.
-    bias_alarm: Greatest factor between the mean lengths of kept and pool, and
-      greatest difference of their mean advantages in standard errors of a
-      uniform draw of as many from this pool, without replacement:
-      sqrt(var / k * (n - k) / (n - 1)).
+    config: The metric that it used, and ``length_alarm`` and
+      ``advantage_alarm``. The standard error of a uniform draw of k of n,
+      without replacement, is sqrt(var / k * (n - k) / (n - 1)).
 
   Returns:
     metrics: ``<part>_count`` and the means ``<part>_length``, ``_reward``,
@@ -203,7 +199,7 @@ def report(
     alarms: Sentences; empty when nothing is wrong.
   """
   n = len(stats)
-  values = mismatch(stats, metric=metric)
+  values = mismatch(stats, metric=config.metric)
   defined = np.isfinite(values)
   is_kept = np.zeros(n, bool)
   is_kept[kept] = True
@@ -234,13 +230,13 @@ def report(
 
   alarms = []
   lengths = metrics["kept_length"], metrics["pool_length"]
-  if k and max(lengths) > bias_alarm * min(lengths):
+  if k and max(lengths) > config.length_alarm * min(lengths):
     alarms.append(
       f"selection prefers {'short' if lengths[0] < lengths[1] else 'long'} "
       f"answers: mean length {lengths[0]:.3g} of the kept against "
       f"{lengths[1]:.3g} of the pool."
     )
-  if abs(bias) > bias_alarm:
+  if abs(bias) > config.advantage_alarm:
     alarms.append(
       f"selection prefers {'good' if bias > 0 else 'bad'} answers: mean "
       f"advantage {metrics['kept_advantage']:+.3g} of the kept against "

@@ -58,7 +58,9 @@ class ScheduleTest(parameterized.TestCase):
     np.testing.assert_allclose(rates[max(warmup, 1) - 1], _PEAK, rtol=1e-5)
     # Warm-up is a line that no step spends at 0; then it never rises again.
     np.testing.assert_allclose(
-      rates[:warmup], _PEAK * np.arange(1, warmup + 1) / max(warmup, 1)
+      rates[:warmup],
+      _PEAK * np.arange(1, warmup + 1) / max(warmup, 1),
+      rtol=1e-5,
     )
     self.assertTrue(np.all(np.diff(rates[warmup:]) <= 1e-12))
     # A run that goes on keeps the last rate.

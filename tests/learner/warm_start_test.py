@@ -21,7 +21,7 @@ from darl_jax.sharding import meshes, rules
 
 _VOCAB, _STOP = 20, 1
 _CONFIG = WarmStartConfig(
-  steps=40, target_accuracy=1.0, batch_size=8, learning_rate=1e-2
+  steps=40, target_accuracy=1.0, batch_size=8, learning_rate=3e-2
 )
 
 

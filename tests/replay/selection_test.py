@@ -27,7 +27,8 @@ def make_config(**changes) -> config_lib.ReplayConfig:
     snapshot_bytes=1,
     trajectory_bytes=1,
     timeout_s=1.0,
-    bias_alarm=1.5,
+    length_alarm=1.5,
+    advantage_alarm=3.0,
   )
   return config_lib.ReplayConfig(**{**fields, **changes})
 
@@ -292,7 +293,7 @@ class ReportTest(parameterized.TestCase):
       second_moment=[1.0, 2.0, 3.0, 9.0],
     )
     metrics, alarms = selection.report(
-      stats, np.array([1, 0]), metric="second_moment", bias_alarm=1.5
+      stats, np.array([1, 0]), make_config(metric="second_moment")
     )
     expected = dict(
       kept_count=2, kept_length=3, kept_reward=0.5, kept_advantage=0,
@@ -312,7 +313,7 @@ class ReportTest(parameterized.TestCase):
   def test_alarm_on_length(self, kept, word):
     stats = make_stats(4, count=[2, 2, 10, 10])
     _, alarms = selection.report(
-      stats, np.array(kept), metric="variance", bias_alarm=1.5
+      stats, np.array(kept), make_config(metric="variance")
     )
     self.assertLen(alarms, 1 if word else 0)
     if word:
@@ -325,8 +326,7 @@ class ReportTest(parameterized.TestCase):
     metrics, alarms = selection.report(
       make_stats(400, advantage=advantage),
       kept,
-      metric="variance",
-      bias_alarm=3.0,
+      make_config(metric="variance"),
     )
     self.assertAlmostEqual(metrics["kept_advantage"], 0.35)
     error = math.sqrt(1 / 200 * 200 / 399)
@@ -341,8 +341,7 @@ class ReportTest(parameterized.TestCase):
       selection.report(
         stats,
         rng.permutation(60)[:40],
-        metric="variance",
-        bias_alarm=3.0,
+        make_config(metric="variance"),
       )[0]["kept_advantage_bias"]
       for _ in range(2000)
     ]
@@ -352,7 +351,9 @@ class ReportTest(parameterized.TestCase):
   def test_nothing_or_everything_kept(self, kept):
     stats = make_stats(4, count=[1, 2, 3, 4], advantage=[1.0, 2.0, 3.0, -6.0])
     metrics, alarms = selection.report(
-      stats, np.array(kept, int), metric="variance", bias_alarm=1.01
+      stats,
+      np.array(kept, int),
+      make_config(metric="variance", length_alarm=1.01, advantage_alarm=1.01),
     )
     self.assertTrue(all(math.isfinite(value) for value in metrics.values()))
     self.assertEqual(alarms, [])
