@@ -24,7 +24,7 @@ def get_config() -> config_dict.ConfigDict:
       ),
       num_items=20_000,
       heldout_fraction=0.15,
-      max_tokens=10,
+      max_tokens=8,
       vocab_size=320,
     )
   )
@@ -36,8 +36,8 @@ def get_config() -> config_dict.ConfigDict:
     dict(
       prompts_per_batch=40,
       samples_per_prompt=8,
-      max_response_tokens=5,
-      chunk_tokens=2,
+      max_response_tokens=4,
+      chunk_tokens=1,
       temperature=1.0,
       dtype="float32",
     )
@@ -60,7 +60,7 @@ def get_config() -> config_dict.ConfigDict:
       keep_fraction=0.5,
       reject_fraction=0.25,
       max_metric=float("inf"),
-      min_batch=144,
+      min_batch=128,
       snapshot_bytes=256 * 2**20,
       trajectory_bytes=256 * 2**20,
       timeout_s=60.0,
@@ -97,12 +97,12 @@ def get_config() -> config_dict.ConfigDict:
       eps=1e-8,
       weight_decay=0.0,
       max_grad_norm=1.0,
-      batch_size=192,
+      batch_size=256,
       minibatches=1,
       microbatches=1,
-      rows=48,
+      rows=64,
       row_tokens=48,
-      score_rows=24,
+      score_rows=32,
       parity_alarm=0.01,
     )
   )

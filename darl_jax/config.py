@@ -58,9 +58,8 @@ class ModelConfig:
     tie_embeddings: Use the embedding as the output projection.
     qkv_bias: Biases on query, key and value projections (Qwen2).
     qk_norm: RMSNorm on each query and key head (Qwen3).
-    param_dtype: Dtype of the learner's parameters.
-    compute_dtype: Dtype of activations and matmul operands; reductions, norms
-      and log-probs are always float32.
+    compute_dtype: Dtype of the learner's activations and matmul operands;
+      its parameters, reductions, norms and log-probs are always float32.
     remat: Recompute each layer in the backward pass instead of storing it.
   """
 
@@ -75,7 +74,6 @@ class ModelConfig:
   tie_embeddings: bool
   qkv_bias: bool
   qk_norm: bool
-  param_dtype: Literal["float32", "bfloat16"]
   compute_dtype: Literal["float32", "bfloat16"]
   remat: bool
 
@@ -232,7 +230,8 @@ class LearnerConfig:
 
   Attributes:
     schedule: Shape of the learning rate after warm-up.
-    warmup_steps: Optimizer steps of linear warm-up from 0.
+    warmup_steps: Optimizer steps of linear warm-up; the first is at
+      learning_rate / warmup_steps.
     final_learning_rate: At the run's last optimizer step; equal to
       learning_rate under the constant schedule.
     batch_size: Most trajectories per learner step.
@@ -765,12 +764,13 @@ def _check_schedule(c: Any) -> list[str]:
 
 def _check_warmup(c: Any) -> list[str]:
   updates = c.num_steps * c.learner.minibatches
-  if c.learner.warmup_steps <= updates:
+  # Two updates are left for the way from learning_rate to its final value.
+  if not updates or c.learner.warmup_steps <= max(updates - 2, 0):
     return []
   return [
-    f"learner.warmup_steps = {c.learner.warmup_steps} are more than the run's "
-    f"num_steps * learner.minibatches = {updates} optimizer steps. Try "
-    f"learner.warmup_steps={updates // 10}."
+    f"learner.warmup_steps = {c.learner.warmup_steps} leave no time for the "
+    f"schedule in num_steps * learner.minibatches = {updates} optimizer steps. "
+    f"Try learner.warmup_steps={updates // 10}."
   ]
 
 

@@ -47,6 +47,17 @@ class Interrupted(Exception):  # noqa: N818
   """The run was asked to stop, by Ctrl-C or SIGTERM."""
 
 
+def interrupted(error: BaseException | None) -> bool:
+  """Whether ``error`` is what an ``Interrupted`` led to, at any remove.
+
+  It reaches the loop through the ring, or through the verifier that could not
+  deliver to the ring.
+  """
+  while error is not None and not isinstance(error, Interrupted):
+    error = error.__cause__
+  return error is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class Chosen:
   """What one step trains on.
@@ -94,6 +105,15 @@ class Run:
       raise ConfigError(
         [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
       )
+    try:
+      workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise ConfigError(
+        [
+          f"workdir = {workdir} is no folder to write to: {error.strerror}. "
+          f"Try --workdir=runs/{workdir.name}."
+        ]
+      ) from error
     self.config = config
     self.workdir = workdir
     self.meshes = meshes.split_devices(config.mesh)
@@ -177,13 +197,13 @@ class Run:
     self.prompts.tokenizer.save(self.workdir / "tokenizer.json")
     try:
       with self.progress:
-        self._publish(self.learner.init_state(self._warm_start()), version=0)
+        self.state = self.learner.init_state(self._warm_start())
+        self._publish(version=0)
         self._evaluate(0)
         self.train()
         self.summary.status = "complete"
     except BaseException as error:
-      interrupted = isinstance(error.__cause__, Interrupted)
-      self.summary.status = "interrupted" if interrupted else "failed"
+      self.summary.status = "interrupted" if interrupted(error) else "failed"
       self.summary.error = f"{type(error).__name__}: {error}"
       raise
     finally:
@@ -209,13 +229,15 @@ class Run:
         dead_tokens=chosen.dead_tokens,
         rng=chosen.rng,
       )
-      state, step_metrics = self.learner.step(self.state, batch)
+      # Taken up at once: the old state is donated, and what follows raises if
+      # the run was ended meanwhile.
+      self.state, step_metrics = self.learner.step(self.state, batch)
+      ages = self.summary.stepped(version + 1, placed)
       self.ring.mark_trained(placed, chosen.pool)
-      self._publish(state, version=version + 1)
+      self._publish(version=version + 1)
       self._report(
         version + 1,
-        placed,
-        {**chosen.report, **_prefixed("batch", batch_metrics)},
+        {**chosen.report, **_prefixed("batch", batch_metrics), **ages},
         step_metrics,
       )
       last = version + 1 == config.num_steps
@@ -258,10 +280,10 @@ class Run:
       advance=advance,
     )
 
-  def _publish(self, state: TrainState, *, version: int) -> None:
+  def _publish(self, *, version: int) -> None:
     """Gives the ring its own copy of the parameters, which nothing donates."""
-    self.state = state
-    self.ring.push_snapshot(transfer.to_host(state.params, version=version))
+    params = self.state.params
+    self.ring.push_snapshot(transfer.to_host(params, version=version))
 
   def _newest_on_rollout_mesh(self) -> PolicySnapshot:
     """The ring's newest snapshot, moved when it is a new one."""
@@ -330,9 +352,7 @@ class Run:
         break
       # max_metric bars too many of this pool: wait until there are more.
       needed = len(pool) + 1
-    report, alarms = selection.report(
-      stats, kept, replay
-    )
+    report, alarms = selection.report(stats, kept, replay)
     for alarm in alarms:
       self.progress.alarm(alarm)
     per_token = plan.per_token([logprobs for logprobs, _ in results])
@@ -357,8 +377,23 @@ class Run:
       if time.monotonic() > deadline:
         return self.ring.take(needed, 0.0)  # Raises, with the diagnosis.
       self.actor.generate()
-      self.verifier.join(self.config.replay.timeout_s)
+      self._join_verifier()
     return pool
+
+  def _join_verifier(self) -> None:
+    """Waits until all is verified, or the run is ended."""
+    deadline = time.monotonic() + self.config.replay.timeout_s
+    while True:
+      left = deadline - time.monotonic()
+      try:
+        return self.verifier.join(min(left, _POLL_S))
+      except TimeoutError as error:
+        self.ring.check()
+        if left <= _POLL_S:
+          limit = self.config.replay.timeout_s
+          raise TimeoutError(
+            f"verification took longer than replay.timeout_s = {limit:g}"
+          ) from error
 
   def _plan(self, entries: Sequence[Entry]) -> batching.ScoringPlan:
     """Packs trajectories for the scoring pass (method 2.1)."""
@@ -385,10 +420,14 @@ class Run:
       [entry for entry in whole if entry.trajectory.begun_by == sampler]
     )
     if sampler != pool.version:
+      try:
+        snapshot = self.ring.snapshot(sampler)
+      except KeyError:  # Beyond replay.snapshot_bytes.
+        return {}
       params = transfer.to_mesh(
-        self.ring.snapshot(sampler),
+        snapshot,
         shardings=self.learner.param_shardings,
-        dtype=jnp.dtype(self.config.model.param_dtype),
+        dtype=jnp.dtype(jnp.float32),
       ).params
     batch = plan.batches[0]
     logprobs, _ = self.learner.score(params, batch)
@@ -430,7 +469,6 @@ class Run:
   def _report(
     self,
     step: int,
-    placed: Sequence[Entry],
     host_metrics: Mapping[str, float],
     step_metrics: Mapping[str, Any],
   ) -> None:
@@ -445,7 +483,6 @@ class Run:
       **self.actor.metrics(),
       **_prefixed("verify", self.verifier.metrics()),
       **_prefixed("fate", accounting.counts()),
-      **self.summary.stepped(step, placed),
       **self.summary.speeds(occupancy, self.actor.metrics()),
       **self._waits(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
@@ -469,7 +506,7 @@ class Run:
     """Ends the actor, and lets the verifier finish what was generated."""
     self.summary.training_ended()
     self.actor.stop()
-    self.verifier.join(self.config.replay.timeout_s)
+    self._join_verifier()
 
   def _finish(self) -> dict[str, Any]:
     """Ends threads and processes and writes what the run leaves behind."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from darl_jax.replay.ring import Accounting, Entry, Occupancy
+from darl_jax.replay.accounting import Accounting, Occupancy
+from darl_jax.replay.ring import Entry
 from darl_jax.types import CORRECT, Finish, TrajectoryGroup
 
 

@@ -31,13 +31,32 @@ def leaves(cls=config_lib.RunConfig, prefix=""):
 NUMERIC = {name: hint for name, hint in leaves() if hint in (int, float)}
 
 
+# The figures that the tests of combinations count with; the defaults may move.
+FIGURES = dict(
+  num_steps=400,
+  prompts__max_tokens=12,
+  rollout__prompts_per_batch=64,
+  rollout__max_response_tokens=6,
+  replay__max_staleness=4,
+  replay__min_batch=256,
+  learner__learning_rate=3e-4,
+  learner__schedule="constant",
+  learner__final_learning_rate=3e-4,
+  learner__warmup_steps=10,
+  learner__batch_size=384,
+  learner__rows=128,
+  learner__row_tokens=48,
+  learner__score_rows=64,
+)
+
+
 def plain(**changes):
   """The default config as nested dicts, with dotted names replaced.
 
   The keyword writes a dot as two underscores.
   """
   values = darl.get_config().to_dict()
-  for name, value in changes.items():
+  for name, value in {**FIGURES, **changes}.items():
     *groups, field = name.split("__")
     group = values
     for part in groups:
@@ -105,7 +124,8 @@ class ParseTest(parameterized.TestCase):
 
   def test_takes_config_dicts_and_mappings_alike(self):
     self.assertEqual(
-      config_lib.parse(darl.get_config()), config_lib.parse(plain())
+      config_lib.parse(config_dict.ConfigDict(plain())),
+      config_lib.parse(plain()),
     )
     frozen = config_dict.FrozenConfigDict(darl.get_config())
     self.assertEqual(config_lib.parse(frozen), config_lib.parse(plain()))
@@ -197,7 +217,7 @@ class FieldsTest(parameterized.TestCase):
     ("prompts.dataset", None, "is not a name"),
     ("replay.metric", "varience", "Try 'variance'."),
     ("replay.metric", 3, "is not one of variance, second_moment"),
-    ("model.param_dtype", "float16", "is not one of float32, bfloat16"),
+    ("model.compute_dtype", "float16", "is not one of float32, bfloat16"),
     ("prompts.params", "{", "is not a JSON object"),
     ("prompts.params", "[1]", "is not a JSON object"),
     ("prompts.params", '{"x": NaN}', "is not a JSON object"),
@@ -330,7 +350,7 @@ class CrossFieldTest(parameterized.TestCase):
     config_lib.parse(
       plain(
         num_steps=10,
-        learner__warmup_steps=10,
+        learner__warmup_steps=8,
         learner__schedule="cosine",
         learner__final_learning_rate=0.0,
       )

@@ -11,8 +11,8 @@ from darl_jax.types import Params, TrainState
 def schedule(config: LearnerConfig, *, num_steps: int) -> optax.Schedule:
   """Learning rate by optimizer step.
 
-  Linear from 0 over ``warmup_steps``, then as ``config.schedule`` says, to
-  reach ``final_learning_rate`` at the run's last optimizer step.
+  Linear up over ``warmup_steps``, then as ``config.schedule`` says, to reach
+  ``final_learning_rate`` at the run's last optimizer step.
 
   Args:
     config: Rates and shape.
@@ -41,11 +41,11 @@ def schedule(config: LearnerConfig, *, num_steps: int) -> optax.Schedule:
 def adamw(
   config: LearnerConfig, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-  """AdamW after clipping by the global norm; norm scales do not decay."""
+  """AdamW after clipping by the global norm; matrices alone decay."""
 
   def decays(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(
-      lambda path, _: "norm" not in path[-1].key, params
+      lambda path, _: not path[-1].key.endswith(("norm", "bias")), params
     )
 
   return optax.chain(

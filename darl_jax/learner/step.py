@@ -144,7 +144,7 @@ class Learner:
     )
     logprobs, entropy = logprob_ops.token_logprob(
       hidden[:, :-1],
-      self._policy.unembedding(params),
+      self._policy.unembedding(params).astype(hidden.dtype),
       batch.tokens[:, 1:],
       temperature=self._temperature,
     )

@@ -69,7 +69,7 @@ def warm_start(
     hidden = policy.hidden(params, tokens, positions, ones)
     logprobs, _ = logprob_ops.token_logprob(
       hidden[:, :-1],
-      policy.unembedding(params),
+      policy.unembedding(params).astype(hidden.dtype),
       tokens[:, 1:],
       temperature=1.0,
     )

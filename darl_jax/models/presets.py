@@ -17,7 +17,6 @@ def nano() -> dict[str, Any]:
     tie_embeddings=True,
     qkv_bias=False,
     qk_norm=True,
-    param_dtype="float32",
     compute_dtype="float32",
     remat=False,
   )

@@ -20,15 +20,17 @@ that nothing in the ring is ever stale.
 One condition guards everything. Producers wait in ``reserve``, the consumer in
 ``take``; whoever fails closes the ring with its exception, and everyone else
 raises it.
+
+What comes in is checked in ``ingestion``; what the ring says of itself is
+defined in ``accounting``.
 """
 
 import bisect
 import collections
 import dataclasses
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -36,8 +38,13 @@ import numpy as np
 from darl_jax import config as config_lib
 from darl_jax import types
 from darl_jax.objectives import advantages as advantages_lib
-
-SampleId = tuple[int, int]  # (group_id, index in the group)
+from darl_jax.replay import ingestion
+from darl_jax.replay.accounting import (
+  Accounting,
+  Occupancy,
+  SlotOccupancy,
+  starvation_report,
+)
 
 
 class RingFailed(RuntimeError):  # noqa: N818
@@ -52,168 +59,16 @@ class Starved(RuntimeError):  # noqa: N818
   """The ring did not fill in time; the message says why and what to change."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Accounting:
-  """Where every sample is, at one moment. All counts are of trajectories.
-
-  Attributes:
-    generated: Finished generation.
-    trained: Trained on at least once, wherever they are now.
-    expired_unused: Left untrained because they, or their slot, grew too old.
-    dropped_unused: Left untrained for any other reason.
-    in_ring_unused: In the ring, not trained on yet.
-    awaiting_verification: Generated, without a reward yet.
-    expired: ``expired_unused`` by reason.
-    dropped: ``dropped_unused`` by reason.
-  """
-
-  generated: int
-  trained: int
-  expired_unused: int
-  dropped_unused: int
-  in_ring_unused: int
-  awaiting_verification: int
-  expired: Mapping[str, int]
-  dropped: Mapping[str, int]
-
-  def counts(self) -> dict[str, int]:
-    """The counts without their reasons, by name."""
-    return {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name not in ("expired", "dropped")
-    }
-
-  def check(self) -> None:
-    """Raises RuntimeError unless every generated sample is accounted for."""
-    placed = (
-      self.trained
-      + self.expired_unused
-      + self.dropped_unused
-      + self.in_ring_unused
-      + self.awaiting_verification
-    )
-    if placed != self.generated:
-      raise RuntimeError(f"{placed} samples are accounted for: {self}")
-
-  def __str__(self) -> str:
-    def reasons(counts: Mapping[str, int]) -> str:
-      parts = [f"{reason} {n}" for reason, n in sorted(counts.items())]
-      return f" ({', '.join(parts)})" if parts else ""
-
-    return (
-      f"generated {self.generated} = trained {self.trained}"
-      f" + expired {self.expired_unused}{reasons(self.expired)}"
-      f" + dropped {self.dropped_unused}{reasons(self.dropped)}"
-      f" + in the ring unused {self.in_ring_unused}"
-      f" + awaiting verification {self.awaiting_verification}"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotOccupancy:
-  """One open slot.
-
-  Attributes:
-    version: The behavior policy that began its trajectories.
-    age: Learner version minus ``version``.
-    trajectories: Held, trained on before or not.
-    unused: Held and not trained on yet.
-    num_bytes: Of its trajectories' arrays.
-  """
-
-  version: int
-  age: int
-  trajectories: int
-  unused: int
-  num_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Occupancy:
-  """What the ring holds, and how it is paced, at one moment.
-
-  Attributes:
-    slots: Open slots, lowest version first.
-    trajectory_bytes: Of all trajectories' arrays, awaiting ones included.
-    snapshots: Versions whose parameters are held, lowest first.
-    snapshot_bytes: Of those parameters.
-    snapshots_released: Let go so far: ``aged``, or over budget (``bytes``).
-    groups_started: Prompt groups reserved or begun so far.
-    groups_allowed: Those that pacing allows at this version.
-    groups_reserved: Reserved, not begun.
-    groups_awaiting: Begun, not admitted.
-    take_wait_s: Seconds that consumers spent waiting, in total.
-    reserve_wait_s: Seconds that producers spent waiting, in total.
-    trained_tokens: Masked-in tokens trained on, once per use.
-    dead_tokens: Those of dead groups since the last trained step.
-  """
-
-  slots: tuple[SlotOccupancy, ...]
-  trajectory_bytes: int
-  snapshots: tuple[int, ...]
-  snapshot_bytes: int
-  snapshots_released: Mapping[str, int]
-  groups_started: int
-  groups_allowed: int
-  groups_reserved: int
-  groups_awaiting: int
-  take_wait_s: float
-  reserve_wait_s: float
-  trained_tokens: int
-  dead_tokens: int
-
-
-# One sample's arrays and their dtypes, in the order of ``_Record.arrays``.
-_ARRAYS = tuple(
-  (name, np.dtype(dtype))
-  for name, dtype in (
-    ("tokens", np.int32),
-    ("loss_mask", np.bool_),
-    ("behavior_logprobs", np.float32),
-    ("behavior_entropy", np.float32),
-    ("policy_version", np.int32),
-    ("turn", np.int32),
-  )
-)
-_BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in _ARRAYS)
-
-
+@dataclasses.dataclass(eq=False, slots=True)
 class _Record:
-  """One sample's state; only the ring changes it, under its lock."""
+  """A sample in the ring; only the ring changes it, under its lock."""
 
-  __slots__ = (
-    "id",
-    "finish",
-    "arrays",
-    "num_bytes",
-    "begun_by",
-    "newest_version",
-    "num_tokens",
-    "trajectory",
-    "advantage",
-    "uses",
-    "left",
-  )
-
-  def __init__(
-    self,
-    sample_id: SampleId,
-    finish: types.Finish,
-    arrays: tuple[np.ndarray, ...],
-  ):
-    self.id = sample_id
-    self.finish = finish
-    self.arrays = arrays  # In the order of _ARRAYS, owned and read-only.
-    self.num_bytes = arrays[0].size * _BYTES_PER_TOKEN
-    self.begun_by = 0
-    self.newest_version = 0  # Of its tokens.
-    self.num_tokens = 0  # Masked-in ones: T_i.
-    self.trajectory: types.Trajectory | None = None  # None until admitted.
-    self.advantage = np.float32(0)
-    self.uses = 0
-    # The count that took it in when it left unused: (counter, reason).
-    self.left: tuple[collections.Counter, str] | None = None
+  sample: ingestion.Sample
+  trajectory: types.Trajectory  # The sample's, with its reward.
+  advantage: np.float32
+  uses: int = 0
+  # The count that took it in when it left unused: (counter, reason).
+  left: tuple[collections.Counter, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -228,7 +83,7 @@ class Entry:
     age: Learner version minus the version that began it.
   """
 
-  id: SampleId
+  id: ingestion.SampleId
   trajectory: types.Trajectory
   advantage: np.float32
   uses: int
@@ -293,11 +148,10 @@ class Ring:
     self._version: int | None = None
     self._first_version = 0
     self._snapshots: dict[int, types.PolicySnapshot] = {}
-    self._snapshot_bytes: dict[int, int] = {}
     self._snapshots_released: collections.Counter = collections.Counter()
 
-    self._slots: dict[int, dict[SampleId, _Record]] = {}
-    self._awaiting: dict[int, tuple[types.Prompt, list[_Record]]] = {}
+    self._slots: dict[int, dict[ingestion.SampleId, _Record]] = {}
+    self._awaiting: dict[int, list[ingestion.Sample]] = {}  # By group.
     self._group_ids = _IdSet()
     self._num_bytes = 0
 
@@ -319,7 +173,9 @@ class Ring:
   # ---------------------------------------------------------------- snapshots
 
   def push_snapshot(self, snapshot: types.PolicySnapshot) -> None:
-    """Publishes a version: copies its parameters to the host.
+    """Publishes a version: its parameters, as the host's own arrays.
+
+    A leaf is copied, unless it is a read-only numpy array that owns its data.
 
     Trajectories that are now older than ``max_staleness`` expire; nothing else
     leaves. Held are the snapshots of open slots and those whose samples may
@@ -330,8 +186,7 @@ class Ring:
       ValueError: The version is not above the last one.
     """
     # Copied before the lock is taken: this is the slow part.
-    params = jax.tree_util.tree_map(_owned, snapshot.params)
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(params))
+    params = jax.tree.map(_owned, snapshot.params)
     version = snapshot.version
     with self._condition:
       self._raise_if_failed()
@@ -343,7 +198,6 @@ class Ring:
         )
       self._version = version
       self._snapshots[version] = types.PolicySnapshot(version, params)
-      self._snapshot_bytes[version] = num_bytes
       for begun_by in [v for v in self._slots if self._is_stale(v)]:
         self._close_slot(begun_by, "stale")
       self._release_snapshots()
@@ -430,17 +284,16 @@ class Ring:
     Raises:
       ValueError: Naming the group and what is wrong with it.
     """
-    records = _ingest(groups)  # Before the lock: needs nothing of the ring.
+    samples = ingestion.ingest(groups)  # Before the lock: this is slow.
     with self._condition:
       self._raise_if_failed()
-      self._check_new(groups, records)
-      for group in groups:
-        self._group_ids.add(group.group_id)
-        self._awaiting[group.group_id] = (group.prompt, [])
-      for record in records:
-        self._awaiting[record.id[0]][1].append(record)
-        self._num_bytes += record.num_bytes
-      self._generated += len(records)
+      self._check_new(groups, samples)
+      for sample in samples:
+        group_id = sample.id[0]
+        self._group_ids.add(group_id)
+        self._awaiting.setdefault(group_id, []).append(sample)
+        self._num_bytes += sample.num_bytes
+      self._generated += len(samples)
       reserved = min(self._reserved, len(groups))
       self._reserved -= reserved
       self._started += len(groups) - reserved
@@ -470,8 +323,8 @@ class Ring:
     """
     with self._condition:
       self._raise_if_failed()
-      prompt, records = self._awaited(group)
-      rewards, failures = _rewards(group, records)
+      samples = self._awaited(group.group_id)
+      rewards, failures = ingestion.usable_rewards(group, samples)
       advantages, dead = advantages_lib.group_advantages(
         rewards[None],
         np.array([failure is None for failure in failures])[None],
@@ -479,24 +332,21 @@ class Ring:
         tolerance=self._reward_tolerance,
       )
       del self._awaiting[group.group_id]
-      for record, reward, failure, advantage in zip(
-        records, rewards, failures, advantages[0], strict=True
+      for sample, reward, failure, advantage in zip(
+        samples, rewards, failures, advantages[0], strict=True
       ):
-        record.advantage = advantage
-        turned_away = self._turn_away(record, failure, dead=bool(dead[0]))
+        turned_away = self._turn_away(
+          sample, failure, advantage, dead=bool(dead[0])
+        )
         if turned_away is not None:
           counter, reason = turned_away
           counter[reason] += 1
-          self._num_bytes -= record.num_bytes
+          self._num_bytes -= sample.num_bytes
           continue
-        record.trajectory = types.Trajectory(
-          prompt.id,
-          group.group_id,
-          *record.arrays,
-          finish=record.finish,
-          reward=float(reward),
+        trajectory = dataclasses.replace(
+          sample.trajectory, reward=float(reward)
         )
-        self._insert(record)
+        self._insert(_Record(sample, trajectory, advantage))
       self._fit_budget()
       if self._is_served() or not self._is_outstanding():
         self._condition.notify_all()
@@ -534,7 +384,7 @@ class Ring:
           f"and {count} are needed."
         )
       raise Starved(
-        _diagnosis(
+        starvation_report(
           self._config,
           self.accounting(),
           self.occupancy(),
@@ -581,7 +431,7 @@ class Ring:
             counter, reason = record.left
             counter[reason] -= 1
         record.uses += 1
-        self._trained_tokens += record.num_tokens
+        self._trained_tokens += record.sample.num_tokens
         if record.uses == self._config.max_uses:
           self._remove(record)
       self._dead_tokens_trained = max(
@@ -635,9 +485,7 @@ class Ring:
         expired_unused=expired.total(),
         dropped_unused=dropped.total(),
         in_ring_unused=sum(map(_num_unused, self._slots.values())),
-        awaiting_verification=sum(
-          len(records) for _, records in self._awaiting.values()
-        ),
+        awaiting_verification=sum(map(len, self._awaiting.values())),
         expired=dict(expired),
         dropped=dict(dropped),
       )
@@ -652,13 +500,13 @@ class Ring:
             age=self.version - version,
             trajectories=len(slot),
             unused=_num_unused(slot),
-            num_bytes=sum(record.num_bytes for record in slot.values()),
+            num_bytes=sum(r.sample.num_bytes for r in slot.values()),
           )
           for version, slot in sorted(self._slots.items())
         ),
         trajectory_bytes=self._num_bytes,
         snapshots=tuple(sorted(self._snapshots)),
-        snapshot_bytes=sum(self._snapshot_bytes.values()),
+        snapshot_bytes=self._snapshot_bytes(),
         snapshots_released=dict(self._snapshots_released),
         groups_started=self._started,
         groups_allowed=self._groups_allowed(),
@@ -724,7 +572,7 @@ class Ring:
   def _check_new(
     self,
     groups: Sequence[types.TrajectoryGroup],
-    records: Sequence[_Record],
+    samples: Sequence[ingestion.Sample],
   ) -> None:
     """What ``begin`` must check against the ring's state."""
     seen = set()
@@ -733,60 +581,58 @@ class Ring:
         raise ValueError(f"group {group.group_id} was begun before.")
       seen.add(group.group_id)
     newest = -1 if self._version is None else self._version
-    for record in records:
-      if record.newest_version > newest:
+    for sample in samples:
+      if sample.newest_version > newest:
         raise ValueError(
-          f"{_name(record.id)} has tokens of version {record.newest_version}, "
-          f"but the newest version is {self._version}: their age is negative."
+          f"{sample.name} has tokens of version {sample.newest_version}, but "
+          f"the newest version is {self._version}: their age is negative."
         )
 
-  def _awaited(
-    self, group: types.TrajectoryGroup
-  ) -> tuple[types.Prompt, list[_Record]]:
-    """What ``begin`` took in of this group."""
-    if group.group_id not in self._awaiting:
-      known = group.group_id in self._group_ids
+  def _awaited(self, group_id: int) -> list[ingestion.Sample]:
+    """What ``begin`` took in of a group."""
+    if group_id not in self._awaiting:
+      known = group_id in self._group_ids
       raise ValueError(
-        f"group {group.group_id} was "
+        f"group {group_id} was "
         + ("admitted before." if known else "not begun.")
       )
-    prompt, records = self._awaiting[group.group_id]
-    if len(group.trajectories) != len(records):
-      raise ValueError(
-        f"group {group.group_id} was begun with {len(records)} samples and has "
-        f"{len(group.trajectories)} now."
-      )
-    return prompt, records
+    return self._awaiting[group_id]
 
   def _turn_away(
-    self, record: _Record, failure: str | None, *, dead: bool
+    self,
+    sample: ingestion.Sample,
+    failure: str | None,
+    advantage: np.float32,
+    *,
+    dead: bool,
   ) -> tuple[collections.Counter, str] | None:
     """Why a verified sample does not enter the ring, if it does not."""
     if failure is not None:
       return self._dropped, failure
-    if self._is_stale(record.begun_by):
+    if self._is_stale(sample.begun_by):
       return self._expired, "stale_on_arrival"
     full = len(self._slots) == self._config.num_snapshots
-    if full and record.begun_by < min(self._slots):
+    if full and sample.begun_by < min(self._slots):
       return self._expired, "older_than_ring"
-    if dead or record.advantage == 0:
-      self._dead_tokens_ever += record.num_tokens
+    if dead or advantage == 0:
+      self._dead_tokens_ever += sample.num_tokens
     if dead:
       return self._dropped, "dead_group"
-    if record.num_tokens == 0:
+    if sample.num_tokens == 0:
       return self._dropped, "empty"
-    if record.advantage == 0:
+    if advantage == 0:
       return self._dropped, "zero_advantage"
     return None
 
   def _insert(self, record: _Record) -> None:
     """Puts a record into its slot, opening it and closing the lowest."""
-    if record.begun_by not in self._slots:
+    begun_by = record.sample.begun_by
+    if begun_by not in self._slots:
       if len(self._slots) == self._config.num_snapshots:
         self._close_slot(min(self._slots), "evicted")
         self._release_snapshots()
-      self._slots[record.begun_by] = {}
-    self._slots[record.begun_by][record.id] = record
+      self._slots[begun_by] = {}
+    self._slots[begun_by][record.sample.id] = record
 
   def _close_slot(self, version: int, reason: str) -> None:
     for record in tuple(self._slots[version].values()):
@@ -799,10 +645,10 @@ class Ring:
     fate: tuple[collections.Counter, str] | None = None,
   ) -> None:
     """Takes a record out of the ring, if it is there; unused, to its fate."""
-    slot = self._slots.get(record.begun_by, {})
-    if slot.pop(record.id, None) is None:
+    slot = self._slots.get(record.sample.begun_by, {})
+    if slot.pop(record.sample.id, None) is None:
       return
-    self._num_bytes -= record.num_bytes
+    self._num_bytes -= record.sample.num_bytes
     if record.uses == 0 and fate is not None:
       counter, reason = fate
       counter[reason] += 1
@@ -819,11 +665,15 @@ class Ring:
         if self._num_bytes <= self._config.trajectory_bytes:
           return
 
+  def _snapshot_bytes(self) -> int:
+    held = [snapshot.params for snapshot in self._snapshots.values()]
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+
   def _release_snapshots(self) -> None:
     """Lets go of what ``push_snapshot`` says is not held."""
 
     def release(version: int, reason: str) -> None:
-      del self._snapshots[version], self._snapshot_bytes[version]
+      del self._snapshots[version]
       self._snapshots_released[reason] += 1
 
     for version in tuple(self._snapshots):
@@ -831,7 +681,7 @@ class Ring:
         release(version, "aged")
     by_need = sorted(self._snapshots, key=lambda v: (v in self._slots, v))
     for version in by_need:
-      if sum(self._snapshot_bytes.values()) <= self._config.snapshot_bytes:
+      if self._snapshot_bytes() <= self._config.snapshot_bytes:
         break
       if version != self._version:
         release(version, "bytes")
@@ -840,16 +690,16 @@ class Ring:
     records = [
       record for slot in self._slots.values() for record in slot.values()
     ]
-    records.sort(key=lambda record: record.id)
+    records.sort(key=lambda record: record.sample.id)
     version = self.version
     return Pool(
       tuple(
         Entry(
-          record.id,
+          record.sample.id,
           record.trajectory,
           record.advantage,
           record.uses,
-          version - record.begun_by,
+          version - record.sample.begun_by,
           record,
         )
         for record in records
@@ -860,241 +710,24 @@ class Ring:
     )
 
 
-def _diagnosis(
-  config: config_lib.ReplayConfig,
-  accounts: Accounting,
-  state: Occupancy,
-  *,
-  count: int,
-  timeout_s: float,
-) -> str:
-  """Why the ring holds too little, and what to change."""
-  if not state.snapshots:
-    return (
-      f"after {timeout_s:g} s no snapshot was pushed, so nothing could be "
-      "sampled. Call push_snapshot before the first step."
-    )
-  slots = [
-    f"  version {slot.version} (age {slot.age}): {slot.trajectories} "
-    f"trajectories, {slot.unused} unused"
-    for slot in state.slots
-  ]
-  held = sum(slot.trajectories for slot in state.slots)
-  return "\n".join(
-    [
-      f"after {timeout_s:g} s the ring holds {held} trainable trajectories, "
-      f"and {count} are needed.",
-      f"Slots at version {state.snapshots[-1]}:",
-      *(slots or ["  none is open"]),
-      f"Groups: {state.groups_started} started of {state.groups_allowed} "
-      f"allowed; {state.groups_reserved} reserved and not begun, "
-      f"{state.groups_awaiting} awaiting verification.",
-      f"Samples: {accounts}.",
-      f"Try {_advice(config, accounts, state)}",
-    ]
-  )
-
-
-def _advice(
-  config: config_lib.ReplayConfig, accounts: Accounting, state: Occupancy
-) -> str:
-  """What to change, from where most of the samples went."""
-  if accounts.generated == 0:
-    return (
-      f"replay.timeout_s above {config.timeout_s:g} if generation is still "
-      "compiling; else look at the producer: it has delivered nothing."
-    )
-  per_group = accounts.generated / (
-    state.groups_started - state.groups_reserved
-  )
-  fates = {
-    "reserved": state.groups_reserved * per_group,
-    "awaiting": accounts.awaiting_verification,
-    **accounts.expired,
-    **accounts.dropped,
-  }
-  fate = max(fates, key=lambda name: fates[name])
-  if fates[fate] == 0:
-    return (
-      "a smaller replay.min_batch, or replay.max_uses above "
-      f"{config.max_uses}: nothing was lost, there are just too few samples."
-    )
-  if fate == "reserved":
-    return (
-      f"replay.timeout_s above {config.timeout_s:g}: generation of "
-      f"{state.groups_reserved} groups is under way."
-    )
-  if fate == "awaiting":
-    return "more rewards.workers: most samples await verification."
-  if fate in ("stale", "stale_on_arrival"):
-    return (
-      f"replay.max_staleness above {config.max_staleness}: most samples grew "
-      "too old before they were used."
-    )
-  if fate in ("evicted", "older_than_ring"):
-    return (
-      f"replay.num_snapshots above {config.num_snapshots}: most samples' slots "
-      "were evicted before they were used."
-    )
-  if fate == "bytes":
-    return f"replay.trajectory_bytes above {config.trajectory_bytes}."
-  if fate in ("dead_group", "zero_advantage"):
-    return (
-      "a smaller replay.min_batch, more rollout.samples_per_prompt, or prompts "
-      "of another difficulty: most groups have equal rewards."
-    )
-  if fate == "empty":
-    return "looking at the sampler: most responses have no token."
-  return f"looking at the verifier: most samples were dropped as {fate}."
-
-
 def _owned(leaf: jax.Array | np.ndarray) -> np.ndarray:
-  """A read-only copy on the host that shares memory with nothing."""
+  """A read-only array on the host that shares memory with nothing.
+
+  One that is so already (as ``sharding.transfer.to_host`` leaves them) is kept:
+  whoever made an array of its own read-only has given up changing it. A
+  read-only view is copied, since what it looks at may change.
+  """
+  if (
+    type(leaf) is np.ndarray and leaf.flags.owndata and not leaf.flags.writeable
+  ):
+    return leaf
   copy = np.array(leaf)
   copy.setflags(write=False)
   return copy
 
 
-def _num_unused(slot: Mapping[SampleId, _Record]) -> int:
+def _num_unused(slot: dict[ingestion.SampleId, _Record]) -> int:
   return sum(record.uses == 0 for record in slot.values())
-
-
-def _name(sample_id: SampleId) -> str:
-  return f"group {sample_id[0]}, sample {sample_id[1]}"
-
-
-def _ingest(groups: Sequence[types.TrajectoryGroup]) -> list[_Record]:
-  """Checks what can be checked without the ring's state, and copies.
-
-  Raises:
-    ValueError: Naming the group and what is wrong with it.
-  """
-  records = []
-  for group in groups:
-    if not group.trajectories:
-      raise ValueError(f"group {group.group_id} has no samples.")
-    for index, trajectory in enumerate(group.trajectories):
-      sample_id = (group.group_id, index)
-      owner = (trajectory.group_id, trajectory.prompt_id)
-      if owner != (group.group_id, group.prompt.id):
-        raise ValueError(
-          f"{_name(sample_id)} of prompt {group.prompt.id} says that it "
-          f"belongs to group {owner[0]} of prompt {owner[1]}."
-        )
-      arrays = _own_arrays(sample_id, trajectory)
-      records.append(_Record(sample_id, trajectory.finish, arrays))
-  if records:
-    _check_contents(records)
-  return records
-
-
-def _own_arrays(
-  sample_id: SampleId, trajectory: types.Trajectory
-) -> tuple[np.ndarray, ...]:
-  """Read-only copies of a trajectory's arrays, of right shape and dtype."""
-  shape = np.shape(trajectory.tokens)
-  if len(shape) != 1 or shape[0] == 0:
-    raise ValueError(
-      f"{_name(sample_id)}: tokens have shape {shape}, and must be [T], T > 0."
-    )
-  copies = []
-  for name, dtype in _ARRAYS:
-    array = getattr(trajectory, name)
-    if type(array) is not np.ndarray or array.dtype != dtype:
-      found = getattr(array, "dtype", "values")
-      raise ValueError(
-        f"{_name(sample_id)}: {name} is a {type(array).__name__} of {found}, "
-        f"and must be a numpy array of {dtype}."
-      )
-    if array.shape != shape:
-      raise ValueError(
-        f"{_name(sample_id)}: {name} has shape {array.shape}, but tokens have "
-        f"{shape}. All arrays of a trajectory have one length."
-      )
-    copy = array.copy()
-    copy.setflags(write=False)
-    copies.append(copy)
-  return tuple(copies)
-
-
-def _check_contents(records: Sequence[_Record]) -> None:
-  """Checks the arrays' values and notes versions and counts of tokens.
-
-  Over all tokens of the call at once: a loop over trajectories would cost more
-  than everything else that the ring does.
-  """
-  lengths = np.array([record.arrays[0].size for record in records])
-  starts = np.cumsum(lengths) - lengths
-  owner = np.repeat(np.arange(len(records)), lengths)
-  _, loss_mask, logprobs, entropy, versions, _ = (
-    np.concatenate(arrays)
-    for arrays in zip(*(record.arrays for record in records), strict=True)
-  )
-  sampled = np.flatnonzero(loss_mask)
-  sampled_by, sampled_owner = versions[sampled], owner[sampled]
-  # The version of the sampled token before; of the first, who began the sample.
-  previous = np.concatenate([sampled_by[:1], sampled_by[:-1]])
-  first = np.diff(sampled_owner, prepend=-1) != 0
-  begun_by = versions[starts]
-  previous = np.where(first, begun_by[sampled_owner], previous)
-  undefined = ~(np.isfinite(logprobs) & np.isfinite(entropy))[sampled]
-
-  for owners, reason in (
-    (np.flatnonzero(loss_mask[starts]), "loss_mask[0] must be false"),
-    (owner[versions < 0], "policy_version must not be negative"),
-    (
-      sampled_owner[sampled_by < previous],
-      "policy_version must not fall along the response",
-    ),
-    (
-      sampled_owner[undefined],
-      "behavior_logprobs and behavior_entropy must be finite on sampled tokens",
-    ),
-  ):
-    if owners.size:
-      raise ValueError(f"{_name(records[owners[0]].id)}: {reason}.")
-
-  for record, begun, newest, num_tokens in zip(
-    records,
-    begun_by.tolist(),
-    np.maximum.reduceat(versions, starts).tolist(),
-    np.add.reduceat(loss_mask, starts, dtype=np.int64).tolist(),
-    strict=True,
-  ):
-    record.begun_by = begun
-    record.newest_version = newest
-    record.num_tokens = num_tokens
-
-
-def _rewards(
-  group: types.TrajectoryGroup, records: Sequence[_Record]
-) -> tuple[np.ndarray, list[str | None]]:
-  """Rewards float64 [G], and why a sample has none that can be used."""
-  failures = group.failures or (None,) * len(records)
-  if len(failures) != len(records):
-    raise ValueError(
-      f"group {group.group_id} has {len(records)} samples and "
-      f"{len(failures)} entries in failures."
-    )
-  rewards = np.zeros(len(records))
-  reasons: list[str | None] = []
-  for i, (trajectory, failure, record) in enumerate(
-    zip(group.trajectories, failures, records, strict=True)
-  ):
-    reason = None
-    if record.finish is types.Finish.ABORTED:
-      reason = "aborted"  # Cut off by the run: its reward means nothing.
-    elif failure is not None:
-      # "crash: exit code -9" is of kind crash: few kinds, many messages.
-      reason = "verifier_" + failure.partition(":")[0].strip()
-    elif trajectory.reward is None:
-      reason = "no_reward"
-    elif not math.isfinite(trajectory.reward):
-      reason = "non_finite_reward"
-    else:
-      rewards[i] = trajectory.reward
-    reasons.append(reason)
-  return rewards, reasons
 
 
 class _IdSet:

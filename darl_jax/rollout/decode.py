@@ -1,7 +1,6 @@
 """Jitted prefill and decode: prompts and parameters in, sampled tokens out."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -176,9 +175,7 @@ class Decoder:
       return state, sampled
 
     state, sampled = jax.lax.scan(step, state, length=self._chunk_tokens)
-    return state, jax.tree.map(
-      functools.partial(jnp.swapaxes, axis1=0, axis2=1), sampled
-    )
+    return state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), sampled)
 
   def _advance(self, cache, sampled, ended, keys, count) -> DecodeState:
     stops = jnp.asarray(self._stop_ids, jnp.int32)

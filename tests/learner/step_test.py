@@ -7,15 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from jax.sharding import Mesh
 
 from configs import darl
 from darl_jax import config as config_lib
-from darl_jax.config import (
-  MeshConfig,
-  ModelConfig,
-  RolloutMeshConfig,
-  TrainMeshConfig,
-)
+from darl_jax.config import ModelConfig
 from darl_jax.learner.step import Learner
 from darl_jax.models import presets
 from darl_jax.models.transformer import Policy
@@ -23,9 +19,7 @@ from darl_jax.rollout.engine import Engine
 from darl_jax.sharding import meshes, transfer
 from darl_jax.types import Batch, PolicySnapshot, Prompt, ScoreBatch
 
-_VOCAB = (
-  42  # 40 would hide what a vocabulary that tensor = 4 cuts raggedly does.
-)
+_VOCAB = 42
 _ROWS, _TOKENS, _VERSIONS = 16, 16, 3
 _DEFAULT = config_lib.parse(darl.get_config())
 
@@ -38,11 +32,9 @@ def _policy():
   return Policy(ModelConfig(**config), vocab_size=_VOCAB)
 
 
-def _meshes(train=(1, 1, 1)):
-  return meshes.split_devices(
-    MeshConfig(TrainMeshConfig(*train), RolloutMeshConfig(1, 1)),
-    jax.devices() if np.prod(train) < 8 else [*jax.devices(), *jax.devices()],
-  )
+def _mesh(train=(1, 1, 1)):
+  devices = np.array(jax.devices()[: np.prod(train)])
+  return Mesh(devices.reshape(train), meshes.TRAIN_AXES)
 
 
 @functools.cache
@@ -66,7 +58,7 @@ def _learner(
     _policy(),
     config,
     _DEFAULT.objective,
-    mesh=_meshes(train).train,
+    mesh=_mesh(train),
     temperature=temperature,
     num_steps=10,
   )
@@ -200,17 +192,17 @@ class ParityTest(parameterized.TestCase):
       chunk_tokens=2,
       temperature=temperature,
     )
-    mesh = _meshes().rollout
+    device = jax.devices()[1]  # Disjoint from the learner's.
     engine = Engine(
       _policy(),
       rollout,
-      mesh=mesh,
+      mesh=Mesh(np.array([[device]]), meshes.ROLLOUT_AXES),
       max_prompt_tokens=3,
       stop_ids=(5, 9),
       pad_id=0,
       seed=0,
     )
-    params = jax.device_put(_host_params(), jax.devices()[1])
+    params = jax.device_put(_host_params(), device)
     rng = np.random.default_rng(0)
     prompts = [
       Prompt(str(i), rng.integers(_VOCAB, size=1 + i % 3).astype(np.int32), {})
@@ -296,7 +288,7 @@ class StepTest(parameterized.TestCase):
       _policy(),
       _learner(minibatches=2)._config,
       _DEFAULT.objective,
-      mesh=_meshes((1, 2, 1)).train,
+      mesh=_mesh((1, 2, 1)),
       temperature=1.0,
       num_steps=10,
     )
@@ -390,11 +382,6 @@ class AccumulationTest(parameterized.TestCase):
     state = _state(once)
     half = _ROWS // 2
     for rows in (slice(None, half), slice(half, None)):
-      doubled = {
-        "token_weights": np.concatenate(
-          [2 * batch.token_weights[0, 0, rows]] * 2
-        ),
-      }
       changes = {}
       for field in dataclasses.fields(Batch):
         value = getattr(batch, field.name)
@@ -402,7 +389,7 @@ class AccumulationTest(parameterized.TestCase):
           part = value[0, 0, rows]
           # The other half is padding, so that the shape stays.
           changes[field.name] = np.concatenate([part, np.zeros_like(part)])
-      changes["token_weights"] = doubled["token_weights"]
+      changes["token_weights"] = 2 * changes["token_weights"]
       state, _ = once.step(state, _batch(**changes))
     _assert_close(got.params, state.params, atol=1e-5)
     self.assertEqual(int(got.step), 1)

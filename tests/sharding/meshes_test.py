@@ -24,10 +24,12 @@ class SplitDevicesTest(parameterized.TestCase):
   def test_disjoint_with_two_devices_or_more(self, train, rollout, unused):
     got = meshes.split_devices(_config(train, rollout))
     self.assertEqual(
-      dict(got.train.shape), dict(zip(("data", "fsdp", "tensor"), train))
+      tuple(got.train.shape.items()),
+      (("data", train[0]), ("fsdp", train[1]), ("tensor", train[2])),
     )
     self.assertEqual(
-      dict(got.rollout.shape), dict(zip(("data", "tensor"), rollout))
+      tuple(got.rollout.shape.items()),
+      (("data", rollout[0]), ("tensor", rollout[1])),
     )
     together = [*got.train.devices.flat, *got.rollout.devices.flat]
     self.assertLen(set(together), got.train.size + got.rollout.size)

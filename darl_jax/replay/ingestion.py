@@ -1,0 +1,209 @@
+"""What the ring lets in: checked, copied, and judged.
+
+A producer's arrays are checked and copied once, when its groups are finished
+(``ingest``); what is checked is what will be trained on. Rewards come later,
+and with them the reasons why a sample has none (``usable_rewards``). Nothing
+here knows the ring's state, so none of it needs the ring's lock.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from darl_jax import types
+
+SampleId = tuple[int, int]  # (group_id, index in the group)
+
+_DTYPES = {
+  name: np.dtype(dtype)
+  for name, dtype in (
+    ("tokens", np.int32),
+    ("loss_mask", np.bool_),
+    ("behavior_logprobs", np.float32),
+    ("behavior_entropy", np.float32),
+    ("policy_version", np.int32),
+    ("turn", np.int32),
+  )
+}
+_BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _DTYPES.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Sample:
+  """A checked trajectory whose arrays belong to the ring.
+
+  Attributes:
+    id: (group_id, index in the group).
+    trajectory: Its arrays are read-only copies; its reward means nothing yet.
+    begun_by: The version that began it.
+    newest_version: Of its tokens.
+    num_tokens: Masked-in ones: T_i.
+    num_bytes: Of its arrays.
+  """
+
+  id: SampleId
+  trajectory: types.Trajectory
+  begun_by: int
+  newest_version: int
+  num_tokens: int
+  num_bytes: int
+
+  @property
+  def name(self) -> str:
+    """For messages."""
+    return _name(self.id)
+
+
+def ingest(groups: Sequence[types.TrajectoryGroup]) -> list[Sample]:
+  """The groups' samples, in order: checked, then copied.
+
+  Raises:
+    ValueError: Naming the group and what is wrong with it.
+  """
+  sample_ids, trajectories = [], []
+  for group in groups:
+    if not group.trajectories:
+      raise ValueError(f"group {group.group_id} has no samples.")
+    for index, trajectory in enumerate(group.trajectories):
+      sample_id = (group.group_id, index)
+      owner = (trajectory.group_id, trajectory.prompt_id)
+      if owner != (group.group_id, group.prompt.id):
+        raise ValueError(
+          f"{_name(sample_id)} of prompt {group.prompt.id} says that it "
+          f"belongs to group {owner[0]} of prompt {owner[1]}."
+        )
+      sample_ids.append(sample_id)
+      trajectories.append(_own(sample_id, trajectory))
+  return _check_contents(sample_ids, trajectories) if sample_ids else []
+
+
+def usable_rewards(
+  group: types.TrajectoryGroup, samples: Sequence[Sample]
+) -> tuple[np.ndarray, list[str | None]]:
+  """The rewards of a verified group, and why a sample has none.
+
+  Args:
+    group: Verified; only its rewards and failures are looked at.
+    samples: What ``ingest`` made of it.
+
+  Returns:
+    Rewards float64 [G], 0 where there is no usable one; for each sample None,
+    or the reason why its reward cannot be used.
+
+  Raises:
+    ValueError: The group has another number of samples, or of failures.
+  """
+  if len(group.trajectories) != len(samples):
+    raise ValueError(
+      f"group {group.group_id} was begun with {len(samples)} samples and has "
+      f"{len(group.trajectories)} now."
+    )
+  failures = group.failures or (None,) * len(samples)
+  if len(failures) != len(samples):
+    raise ValueError(
+      f"group {group.group_id} has {len(samples)} samples and "
+      f"{len(failures)} entries in failures."
+    )
+  rewards = np.zeros(len(samples))
+  reasons: list[str | None] = []
+  for i, (sample, failure) in enumerate(zip(samples, failures, strict=True)):
+    reward = group.trajectories[i].reward
+    reason = None
+    if sample.trajectory.finish is types.Finish.ABORTED:
+      reason = "aborted"  # Cut off by the run: its reward means nothing.
+    elif failure is not None:
+      # "crash: exit code -9" is of kind crash: few kinds, many messages.
+      reason = "verifier_" + failure.partition(":")[0].strip()
+    elif reward is None:
+      reason = "no_reward"
+    elif not math.isfinite(reward):
+      reason = "non_finite_reward"
+    else:
+      rewards[i] = reward
+    reasons.append(reason)
+  return rewards, reasons
+
+
+def _name(sample_id: SampleId) -> str:
+  return f"group {sample_id[0]}, sample {sample_id[1]}"
+
+
+def _own(sample_id: SampleId, trajectory: types.Trajectory) -> types.Trajectory:
+  """A trajectory of read-only copies, of right shape and dtype."""
+  shape = np.shape(trajectory.tokens)
+  if len(shape) != 1 or shape[0] == 0:
+    raise ValueError(
+      f"{_name(sample_id)}: tokens have shape {shape}, and must be [T], T > 0."
+    )
+  copies = {}
+  for name, dtype in _DTYPES.items():
+    array = getattr(trajectory, name)
+    if type(array) is not np.ndarray or array.dtype != dtype:
+      found = getattr(array, "dtype", "values")
+      raise ValueError(
+        f"{_name(sample_id)}: {name} is a {type(array).__name__} of {found}, "
+        f"and must be a numpy array of {dtype}."
+      )
+    if array.shape != shape:
+      raise ValueError(
+        f"{_name(sample_id)}: {name} has shape {array.shape}, but tokens have "
+        f"{shape}. All arrays of a trajectory have one length."
+      )
+    copies[name] = array.copy()
+    copies[name].setflags(write=False)
+  return dataclasses.replace(trajectory, **copies)
+
+
+def _check_contents(
+  sample_ids: Sequence[SampleId], trajectories: Sequence[types.Trajectory]
+) -> list[Sample]:
+  """Checks the arrays' values and notes versions and counts of tokens.
+
+  Over all tokens of the call at once: a loop over trajectories would cost more
+  than everything else that the ring does.
+  """
+  lengths = np.array([t.tokens.size for t in trajectories])
+  starts = np.cumsum(lengths) - lengths
+  owner = np.repeat(np.arange(len(trajectories)), lengths)
+  loss_mask = np.concatenate([t.loss_mask for t in trajectories])
+  logprobs = np.concatenate([t.behavior_logprobs for t in trajectories])
+  entropy = np.concatenate([t.behavior_entropy for t in trajectories])
+  versions = np.concatenate([t.policy_version for t in trajectories])
+  sampled = np.flatnonzero(loss_mask)
+  sampled_by, sampled_owner = versions[sampled], owner[sampled]
+  # The version of the sampled token before; of the first, who began the sample.
+  previous = np.concatenate([sampled_by[:1], sampled_by[:-1]])
+  first = np.diff(sampled_owner, prepend=-1) != 0
+  begun_by = versions[starts]
+  previous = np.where(first, begun_by[sampled_owner], previous)
+  undefined = ~(np.isfinite(logprobs) & np.isfinite(entropy))[sampled]
+
+  for owners, reason in (
+    (np.flatnonzero(loss_mask[starts]), "loss_mask[0] must be false"),
+    (owner[versions < 0], "policy_version must not be negative"),
+    (
+      sampled_owner[sampled_by < previous],
+      "policy_version must not fall along the response",
+    ),
+    (
+      sampled_owner[undefined],
+      "behavior_logprobs and behavior_entropy must be finite on sampled tokens",
+    ),
+  ):
+    if owners.size:
+      raise ValueError(f"{_name(sample_ids[owners[0]])}: {reason}.")
+
+  return [
+    Sample(*facts)
+    for facts in zip(
+      sample_ids,
+      trajectories,
+      begun_by.tolist(),
+      np.maximum.reduceat(versions, starts).tolist(),
+      np.add.reduceat(loss_mask, starts, dtype=np.int64).tolist(),
+      (lengths * _BYTES_PER_TOKEN).tolist(),
+      strict=True,
+    )
+  ]

@@ -1,0 +1,133 @@
+"""Greedy accuracy: of all that was asked, what was answered right."""
+
+import dataclasses
+import functools
+import pathlib
+import runpy
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from darl_jax import config, evaluate
+from darl_jax.models.transformer import Policy
+from darl_jax.sharding import meshes, rules
+from darl_jax.types import PolicySnapshot, Prompt
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+get_config = runpy.run_path(str(FIXTURES / "tiny_config.py"))["get_config"]
+
+PROMPTS = tuple(
+  Prompt(f"p{i}", np.arange(1, 4 + i % 3, dtype=np.int32) * (i + 1), {})
+  for i in range(9)
+)
+
+
+def make_config(*, num_prompts: int, data: int = 1) -> config.RunConfig:
+  fields = get_config()
+  fields.rollout.prompts_per_batch = 4 * data
+  fields.mesh.rollout.data = data
+  fields.evaluate.num_prompts = num_prompts
+  return config.parse(fields)
+
+
+@functools.cache
+def answers(
+  *, num_prompts: int, data: int = 1, most: int = 512
+) -> evaluate.Evaluation:
+  """An evaluation in which answer i scores i / 4, and every fifth fails."""
+
+  def verify(groups):
+    return [
+      dataclasses.replace(
+        group,
+        trajectories=tuple(
+          dataclasses.replace(
+            trajectory,
+            reward=None if group.group_id == 5 else group.group_id / 4 % 1.25,
+          )
+          for trajectory in group.trajectories
+        ),
+      )
+      for group in groups
+    ]
+
+  run_config = make_config(num_prompts=num_prompts, data=data)
+  policy = Policy(run_config.model, vocab_size=64)
+  mesh = meshes.split_devices(run_config.mesh).rollout
+  params = policy.init(jax.random.key(3))
+  shardings = rules.param_shardings(
+    policy.logical_axes, params, mesh=mesh, rules=rules.ROLLOUT_RULES
+  )
+  snapshot = PolicySnapshot(7, jax.device_put(params, shardings))
+  with mock.patch.object(evaluate, "_MAX_BATCH", most):
+    evaluator = evaluate.Evaluator(
+      policy,
+      run_config,
+      PROMPTS,
+      verify=verify,
+      mesh=mesh,
+      max_prompt_tokens=8,
+      stop_ids=(2,),
+      pad_id=0,
+      seed=0,
+    )
+  return evaluator.evaluate(snapshot)
+
+
+class EvaluatorTest(parameterized.TestCase):
+  def test_accuracy_counts_failures_as_wrong(self):
+    found = answers(num_prompts=7)
+    # Rewards 0, 1/4, 1/2, 3/4, 1, None, 1/4: one in seven is right.
+    self.assertAlmostEqual(found.accuracy, 1 / 7)
+    self.assertEqual(found.failures, 1)
+    lengths = [group.trajectories[0].num_sampled for group in found.groups]
+    self.assertAlmostEqual(found.mean_length, np.mean(lengths))
+    self.assertEqual(
+      found.metrics(),
+      {
+        "evaluate/accuracy": found.accuracy,
+        "evaluate/failures": 1,
+        "evaluate/mean_length": found.mean_length,
+      },
+    )
+
+  def test_each_prompt_is_asked_once_in_order(self):
+    found = answers(num_prompts=7)
+    self.assertEqual(
+      [group.prompt.id for group in found.groups],
+      [prompt.id for prompt in PROMPTS[:7]],
+    )
+    for group in found.groups:
+      self.assertLen(group.trajectories, 1)
+      self.assertEqual(group.trajectories[0].begun_by, 7)
+
+  def test_more_prompts_than_there_are(self):
+    self.assertLen(answers(num_prompts=100).groups, len(PROMPTS))
+
+  @parameterized.parameters(
+    dict(most=3),  # Batches of 3, 3 and 1.
+    dict(data=4),  # One row more than there are prompts.
+    dict(data=4, most=3),  # Of 4 and 3.
+  )
+  def test_batches_do_not_change_the_answers(self, **split):
+    whole, parts = answers(num_prompts=7), answers(num_prompts=7, **split)
+    self.assertLen(parts.groups, 7)
+    self.assertEqual(parts.accuracy, whole.accuracy)
+    for ours, theirs in zip(whole.groups, parts.groups, strict=True):
+      self.assertEqual(ours.group_id, theirs.group_id)
+      np.testing.assert_array_equal(
+        ours.trajectories[0].tokens, theirs.trajectories[0].tokens
+      )
+
+  def test_answers_are_greedy(self):
+    # Of a model with 64 tokens and random weights no sample would repeat.
+    self.assertGreater(
+      min(
+        np.min(answer.behavior_logprobs[answer.loss_mask] + 1e-6)
+        for group in answers(num_prompts=7).groups
+        for answer in group.trajectories
+      ),
+      -np.log(64),
+    )

@@ -1,0 +1,593 @@
+"""The whole run, in one process: what it computes, and how it ends."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import runpy
+import sys
+import threading
+import time
+import traceback
+import typing
+from unittest import mock
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from absl.testing import parameterized
+from jax.experimental.compilation_cache import compilation_cache
+
+from configs import async_grpo, darl, decoupled_ppo, sync_grpo
+from darl_jax import checkpoint, config, loop, metrics
+from darl_jax.replay.ring import RingFailed, Starved
+from darl_jax.rewards.pool import VerifierStartError
+from darl_jax.rollout.engine import Engine
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+shrink = runpy.run_path(str(FIXTURES / "tiny_config.py"))["shrink"]
+
+ENDS_WITHIN_S = 10.0
+# Of metrics: what the clock decides.
+TIMED = ("time", "speed/", "wait/", "rollout/seconds", "verify/seconds")
+
+_COMPILE_ONCE = {
+  "jax_compilation_cache_dir": None,
+  "jax_persistent_cache_min_compile_time_secs": 0.0,
+  "jax_disable_most_optimizations": True,
+}
+
+_folder: pathlib.Path  # Of this module's runs.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+  """Most runs here have the same programs: XLA compiles them once for all.
+
+  And does so quickly: compiling is nearly all of these runs' time.
+  """
+  global _folder
+  _folder = tmp_path_factory.mktemp("runs")
+  default = {name: jax.config.values[name] for name in _COMPILE_ONCE}
+  values = _COMPILE_ONCE | {"jax_compilation_cache_dir": str(_folder / "xla")}
+  for name, value in values.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in default.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def make_config(module, **changes) -> config.RunConfig:
+  """A config of ``configs/``, shrunk; ``replay__min_batch=3`` sets a field.
+
+  A temperature other than 1 shows where it is forgotten.
+  """
+  fields = shrink(module.get_config())
+  fields.rollout.temperature = 1.3
+  for name, value in changes.items():
+    *path, field = name.split("__")
+    functools.reduce(getattr, path, fields)[field] = value
+  return config.parse(fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """A run that is over, however it ended."""
+
+  run: loop.Run
+  error: Exception | None
+  summary: dict
+  seconds: float
+  ended_at: float
+
+  @property
+  def steps(self) -> list[dict]:
+    """The metrics of each learner step."""
+    rows = metrics.read_metrics(self.run.workdir)
+    return [row for row in rows if "train/loss" in row]
+
+  def causes(self) -> list[BaseException]:
+    """The error and what led to it."""
+    chain, error = [], self.error
+    while error is not None:
+      chain.append(error)
+      error = error.__cause__
+    return chain
+
+
+def execute(
+  run_config, *, verifier="Varied", arguments=None, prepare=None, **keywords
+) -> Ended:
+  """Runs to the end, with a quick verifier in place of reasoning-gym's."""
+  task = {
+    "verifier": f"varied_verifier:{verifier}",
+    "arguments": arguments or {},
+  }
+  workdir = _folder / f"run{len(list(_folder.iterdir()))}"
+  with (
+    mock.patch.object(sys, "path", [*sys.path, str(FIXTURES)]),
+    mock.patch.object(loop.dataset, "verifier_task", return_value=task),
+  ):
+    run = loop.Run(run_config, workdir, **keywords)
+    if prepare is not None:
+      prepare(run)
+    start = time.monotonic()
+    try:
+      run.execute()
+      error = None
+    except Exception as raised:
+      error = raised
+    now = time.monotonic()
+  summary = json.loads((workdir / "summary.json").read_text())
+  return Ended(run, error, summary, now - start, now)
+
+
+class RecordingEngine(Engine):
+  """Keeps what it generated."""
+
+  def __init__(self, *arguments, **keywords):
+    super().__init__(*arguments, **keywords)
+    self.groups = []
+
+  def generate(self, prompts, **keywords):
+    groups, stats = super().generate(prompts, **keywords)
+    self.groups.extend(groups)
+    return groups, stats
+
+
+def recorded(ended: Ended) -> list[np.ndarray]:
+  """The sampled tokens of a run with a ``RecordingEngine``."""
+  return [
+    trajectory.tokens
+    for group in ended.run.actor._engine.groups
+    for trajectory in group.trajectories
+  ]
+
+
+@functools.cache
+def synchronous(*, seed=0, again=False, devices=2) -> Ended:
+  del again
+  meshes = {}
+  if devices == 8:
+    meshes = dict(mesh__train__data=2, mesh__train__fsdp=2)
+    meshes |= dict(mesh__rollout__data=4)
+  run_config = make_config(sync_grpo, seed=seed, rewards__workers=2, **meshes)
+  return execute(run_config, make_engine=RecordingEngine)
+
+
+@functools.cache
+def asynchronous() -> Ended:
+  return execute(make_config(darl, num_steps=6, warm_start__steps=2))
+
+
+def params_of(ended: Ended) -> list[np.ndarray]:
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(ended.run.state.params)]
+
+
+class ResultTest(parameterized.TestCase):
+  """What a run computes."""
+
+  def test_one_seed_gives_one_result_when_synchronous(self):
+    first, second = synchronous(), synchronous(again=True)
+    self.assertIsNot(first, second)
+    for ours, theirs in zip(params_of(first), params_of(second), strict=True):
+      np.testing.assert_array_equal(ours, theirs)
+
+    def untimed(ended):
+      rows = metrics.read_metrics(ended.run.workdir)
+      return [
+        {k: v for k, v in row.items() if not k.startswith(TIMED)}
+        for row in rows
+      ]
+
+    self.assertEqual(untimed(first), untimed(second))
+    # One evaluation, and three steps of over 40 metrics.
+    self.assertLen(untimed(first), 4)
+    self.assertGreater(len(untimed(first)[1]), 40)
+
+  def test_another_seed_gives_another_result(self):
+    other = synchronous(seed=1)
+    self.assertNotEqual(
+      synchronous().steps[0]["train/loss"], other.steps[0]["train/loss"]
+    )
+
+  def test_the_parameters_change(self):
+    ended = synchronous()
+    fresh = ended.run.learner.init_params(ended.run.config.seed)
+    for before, after in zip(
+      jax.tree.leaves(fresh), params_of(ended), strict=True
+    ):
+      self.assertGreater(np.max(np.abs(np.asarray(before) - after)), 0)
+
+  @parameterized.parameters(synchronous, asynchronous)
+  def test_every_program_compiles_once(self, ended):
+    self.assertEqual(
+      ended().summary["compiles"],
+      {"train_step": 1, "score": 1, "prefill": 1, "decode": 1},
+    )
+
+  def test_what_is_sampled_from_the_current_policy_has_ratio_one(self):
+    for row in synchronous().steps:
+      self.assertLess(row["parity/max"], 1e-5)
+      self.assertAlmostEqual(row["train/ratio"], 1.0, delta=1e-5)
+      self.assertEqual(row["ring/max_age"], 0)
+      self.assertEqual(row["train/clipped_low"], 0)
+      self.assertEqual(row["train/clipped_high"], 0)
+
+  def test_what_an_older_policy_sampled_has_not(self):
+    rows = asynchronous().steps
+    self.assertLess(rows[0]["parity/max"], 1e-5)
+    old = [row for row in rows if row["ring/mean_age"] >= 1]
+    self.assertNotEmpty(old)
+    for row in old:
+      self.assertLess(row["parity/max"], 1e-5)
+      self.assertGreater(row["train/kl"], 1e-7)
+
+  def test_eight_devices_compute_what_two_do(self):
+    few, many = synchronous(), synchronous(devices=8)
+    devices = jax.tree.leaves(many.run.state.params)[0].sharding.device_set
+    self.assertLen(devices, 4)
+    first_batch = 4 * 4
+    for ours, theirs in zip(
+      recorded(few)[:first_batch], recorded(many)[:first_batch], strict=True
+    ):
+      np.testing.assert_array_equal(ours, theirs)
+    # The loss itself is near 0: the advantages of a group sum to 0.
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+      self.assertAlmostEqual(
+        few.steps[0][name], many.steps[0][name], delta=1e-5, msg=name
+      )
+    self.assertEqual(set(many.summary["compiles"].values()), {1})
+
+  def test_a_run_leaves_its_files(self):
+    ended = asynchronous()
+    names = {path.name for path in ended.run.workdir.iterdir()}
+    self.assertContainsSubset(
+      {
+        "config.json",
+        "summary.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "tokenizer.json",
+        "learning_curve.png",
+        "tensorboard",
+        "checkpoint",
+      },
+      names,
+    )
+    again = config.parse(
+      json.loads((ended.run.workdir / "config.json").read_text())
+    )
+    self.assertEqual(again, ended.run.config)
+    self.assertEqual(ended.summary["status"], "complete")
+    self.assertEqual(ended.summary["steps"], 6)
+    self.assertIsNone(ended.summary["error"])
+    self.assertEqual([step for step, _ in ended.summary["accuracies"]], [0, 6])
+    assert_checkpoint_is_current(self, ended)
+
+
+# One run per row; together they have every value of these four fields.
+COMBINATIONS = (
+  ("keep_best", "variance", "pooled", "group"),
+  ("reject_worst", "second_moment", "ess_token", "group_centered"),
+  ("random", "harmful", "moment", "rloo"),
+  ("newest", "entropy_scaled", "inverse_variance", "group"),
+  ("reject_worst", "length_corrected", "ess_token", "rloo"),
+)
+
+
+class ConfigsTest(parameterized.TestCase):
+  """Every config, and every value that a field can have."""
+
+  def _assert_finite(self, ended: Ended, num_steps: int):
+    self.assertIsNone(ended.error)
+    self.assertLen(ended.steps, num_steps)
+    for row in ended.steps:
+      for name, value in row.items():
+        self.assertTrue(math.isfinite(value), f"{name} = {value}")
+      self.assertEqual(row["train/skipped"], 0)
+
+  def test_default_configs(self):
+    self._assert_finite(synchronous(), 3)
+    self._assert_finite(asynchronous(), 6)
+
+  @parameterized.parameters(
+    (async_grpo, {}),
+    (decoupled_ppo, {"objective__behavior_weight_mode": "truncate"}),
+    (decoupled_ppo, {"objective__behavior_weight_mode": "mask"}),
+  )
+  def test_baselines(self, module, changes):
+    self._assert_finite(execute(make_config(module, **changes)), 3)
+
+  @parameterized.parameters(*COMBINATIONS)
+  def test_values(self, mode, metric, weighting, advantage):
+    run_config = make_config(
+      darl,
+      num_steps=2,
+      replay__selection_mode=mode,
+      replay__metric=metric,
+      replay__max_uses=2,
+      objective__behavior_weighting=weighting,
+      objective__advantage=advantage,
+    )
+    self._assert_finite(execute(run_config), 2)
+
+  def test_the_combinations_leave_no_value_out(self):
+    replay = typing.get_type_hints(config.ReplayConfig)
+    objective = typing.get_type_hints(config.ObjectiveConfig)
+    for tried, hint in zip(
+      zip(*COMBINATIONS, strict=True),
+      (
+        replay["selection_mode"],
+        replay["metric"],
+        objective["behavior_weighting"],
+        objective["advantage"],
+      ),
+      strict=True,
+    ):
+      self.assertEqual(set(tried), set(typing.get_args(hint)))
+
+  def test_one_snapshot_and_little_memory_for_more(self):
+    # Parity wants a snapshot that is gone; the run goes on without.
+    ended = execute(make_config(darl, num_steps=5, replay__snapshot_bytes=1))
+    self._assert_finite(ended, 5)
+    self.assertGreater(ended.summary["max_age"], 0)
+    self.assertLess(len([r for r in ended.steps if "parity/max" in r]), 5)
+    ended = execute(
+      make_config(darl, replay__num_snapshots=1, replay__max_staleness=1)
+    )
+    self._assert_finite(ended, 3)
+
+  def test_no_steps(self):
+    ended = execute(make_config(darl, num_steps=0, learner__warmup_steps=0))
+    self.assertEqual(ended.summary["status"], "complete")
+    self.assertEqual(ended.summary["steps"], 0)
+
+  def test_too_few_devices(self):
+    with self.assertRaisesRegex(config.ConfigError, "16 devices, but 8 are"):
+      execute(
+        make_config(
+          sync_grpo,
+          mesh__train__data=8,
+          mesh__rollout__data=8,
+          rollout__prompts_per_batch=8,
+        )
+      )
+
+  def test_a_folder_that_holds_a_run(self):
+    workdir = synchronous().run.workdir
+    before = (workdir / "summary.json").read_text()
+    with self.assertRaisesRegex(config.ConfigError, "already holds a run"):
+      loop.Run(make_config(sync_grpo), workdir)
+    self.assertEqual((workdir / "summary.json").read_text(), before)
+
+  def test_a_folder_that_cannot_be_made(self):
+    with self.assertRaisesRegex(config.ConfigError, "no folder to write to"):
+      loop.Run(make_config(sync_grpo), FIXTURES / "tiny_config.py")
+
+
+def assert_checkpoint_is_current(test, ended: Ended) -> None:
+  """The newest checkpoint is of the last step, and is the run's state."""
+  [folder] = (ended.run.workdir / "checkpoint").iterdir()
+  restored = checkpoint.restore(folder, ended.run.state)
+  test.assertEqual(int(restored.step), ended.summary["steps"])
+  jax.tree.map(np.testing.assert_array_equal, restored, ended.run.state)
+
+
+def assert_accounts_add_up(test, ended: Ended) -> None:
+  summary = ended.summary
+  test.assertEqual(
+    summary["generated"],
+    summary["trained"]
+    + summary["expired_unused"]
+    + summary["dropped_unused"]
+    + summary["in_ring_unused"]
+    + summary["awaiting_verification"],
+  )
+  for fate in ("expired", "dropped"):
+    test.assertEqual(
+      summary[f"{fate}_unused"], sum(summary[f"{fate}_reasons"].values())
+    )
+  group = ended.run.config.rollout.samples_per_prompt
+  drawn = summary["prompts_drawn"] - summary["prompts_in_flight"]
+  if summary["status"] == "complete":
+    test.assertEqual(summary["generated"], drawn * group)
+  else:  # Delivery may be what was cut short.
+    test.assertBetween(
+      summary["generated"], drawn * group, summary["prompts_drawn"] * group
+    )
+
+
+def assert_nothing_is_left(test) -> None:
+  names = [thread.name for thread in threading.enumerate()]
+  test.assertEmpty([n for n in names if n.startswith(("actor", "verifier"))])
+  test.assertEmpty(
+    [
+      child
+      for child in psutil.Process().children(recursive=True)
+      if "darl_jax.rewards.worker" in child.cmdline()
+    ]
+  )
+
+
+class EndTest(parameterized.TestCase):
+  """How a run ends before its time, and what it leaves."""
+
+  @parameterized.parameters(synchronous, asynchronous)
+  def test_accounts_of_a_whole_run(self, ended):
+    assert_accounts_add_up(self, ended())
+    self.assertGreater(ended().summary["trained"], 0)
+    assert_nothing_is_left(self)
+
+  def _assert_interrupted(self, ended: Ended, *, steps: int):
+    self.assertTrue(loop.interrupted(ended.error), repr(ended.error))
+    self.assertEqual(ended.summary["status"], "interrupted")
+    self.assertEqual(ended.summary["steps"], steps)
+    assert_accounts_add_up(self, ended)
+    assert_checkpoint_is_current(self, ended)
+    assert_nothing_is_left(self)
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_interrupted_during_a_learner_step(self, module):
+    def prepare(run):
+      step = run.learner.step
+
+      def interrupted_step(state, batch):
+        result = step(state, batch)  # Donates ``state``.
+        if int(result[0].step) == 2:
+          run.interrupt()
+        return result
+
+      run.learner.step = interrupted_step
+
+    ended = execute(make_config(module, num_steps=50), prepare=prepare)
+    self._assert_interrupted(ended, steps=2)
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_interrupted_while_a_group_is_delivered(self, module):
+    def prepare(run):
+      admit = run.ring.admit
+
+      def interrupted_admit(group):
+        if run.ring.version == 1:
+          run.interrupt()
+        admit(group)
+
+      run.ring.admit = interrupted_admit
+
+    ended = execute(make_config(module, num_steps=50), prepare=prepare)
+    self._assert_interrupted(ended, steps=ended.summary["steps"])
+    self.assertBetween(ended.summary["steps"], 1, 2)
+
+  def test_interrupted_while_the_verifier_hangs(self):
+    interrupted_at = []
+
+    def prepare(run):
+      def interrupt():
+        interrupted_at.append(time.monotonic())
+        run.interrupt()
+
+      begin = run.ring.begin
+
+      def begin_and_interrupt(groups):
+        begin(groups)
+        threading.Timer(0.5, interrupt).start()
+
+      run.ring.begin = begin_and_interrupt
+
+    run_config = make_config(sync_grpo, rewards__time_limit_s=50.0)
+    ended = execute(
+      run_config,
+      verifier="Stalling",
+      arguments={"quick": run_config.evaluate.num_prompts},
+      prepare=prepare,
+    )
+    self.assertLess(ended.ended_at - interrupted_at[0], ENDS_WITHIN_S)
+    self._assert_interrupted(ended, steps=0)
+    self.assertEqual(ended.summary["awaiting_verification"], 16)
+
+  def test_interrupted_during_the_warm_start(self):
+    def prepare(run):
+      advance = run.progress.advance
+
+      def interrupted_advance(count, **values):
+        run.interrupt()
+        advance(count, **values)
+
+      run.progress.advance = interrupted_advance
+
+    ended = execute(make_config(darl, warm_start__steps=50), prepare=prepare)
+    self.assertTrue(loop.interrupted(ended.error))
+    self.assertEqual(ended.summary["status"], "interrupted")
+    self.assertEqual(ended.summary["generated"], 0)
+    # There is no state of the learner yet.
+    self.assertFalse((ended.run.workdir / "checkpoint").exists())
+    assert_nothing_is_left(self)
+
+  def _assert_failed(self, ended: Ended, cause: type, text: str):
+    [found] = [e for e in ended.causes() if isinstance(e, cause)][-1:]
+    self.assertIn(text, str(found))
+    shown = "".join(traceback.format_exception(ended.error))
+    self.assertIn(f"{cause.__name__}: {found}", shown)
+    self.assertFalse(loop.interrupted(ended.error))
+    self.assertEqual(ended.summary["status"], "failed")
+    self.assertIn(text, ended.summary["error"])
+    assert_accounts_add_up(self, ended)
+    assert_nothing_is_left(self)
+
+  def _assert_fault_ends(self, module, fault, cause, text, **keywords):
+    """``fault(run, boom)`` arranges that ``boom()`` raises somewhere."""
+    raised_at = []
+
+    def boom(*_, **__):
+      raised_at.append(time.monotonic())
+      raise cause(text)
+
+    ended = execute(
+      make_config(module, num_steps=50),
+      prepare=lambda run: fault(run, boom),
+      **keywords,
+    )
+    self._assert_failed(ended, cause, text)
+    self.assertLess(ended.ended_at - raised_at[0], ENDS_WITHIN_S)
+    assert_checkpoint_is_current(self, ended)
+    return ended
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_the_sampler_fails(self, module):
+    def fault(run, boom):
+      decode = run.actor._engine.decoder.decode
+
+      def decode_until_version_1(*arguments):
+        return (decode if run.ring.version < 1 else boom)(*arguments)
+
+      run.actor._engine.decoder = mock.Mock(
+        wraps=run.actor._engine.decoder,
+        decode=decode_until_version_1,
+        num_chunks=run.actor._engine.decoder.num_chunks,
+      )
+
+    ended = self._assert_fault_ends(
+      module, fault, ZeroDivisionError, "the device is gone"
+    )
+    self.assertGreater(ended.summary["trained"], 0)
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_a_delivery_fails(self, module):
+    def fault(run, boom):
+      run.rewards.add = boom
+
+    self._assert_fault_ends(module, fault, LookupError, "no such meter")
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_the_learner_fails(self, module):
+    def fault(run, boom):
+      run.learner.step = boom
+
+    ended = self._assert_fault_ends(
+      module, fault, FloatingPointError, "the step diverged"
+    )
+    self.assertEqual(ended.summary["trained"], 0)
+
+  def test_no_verifier_comes_up(self):
+    ended = execute(make_config(darl), verifier="Broken")
+    self._assert_failed(ended, VerifierStartError, "no such grader")
+    self.assertIsInstance(ended.error, (RingFailed, RuntimeError))
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_nothing_to_learn_from(self, module):
+    timeout_s = 2.0
+    ended = execute(
+      make_config(module, replay__timeout_s=timeout_s), verifier="Constant"
+    )
+    self.assertIsInstance(ended.error, Starved)
+    self.assertLess(ended.summary["train_seconds"], timeout_s + ENDS_WITHIN_S)
+    self.assertIn("most groups have equal rewards", ended.summary["error"])
+    self.assertEqual(ended.summary["status"], "failed")
+    self.assertGreater(ended.summary["dropped_reasons"]["dead_group"], 0)
+    assert_accounts_add_up(self, ended)
+    assert_nothing_is_left(self)

@@ -1,0 +1,193 @@
+"""What the ring refuses, what it copies, and which rewards it can use."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from darl_jax import types
+from darl_jax.replay import ingestion
+
+PROMPT_TOKENS = 2
+
+
+def trajectory(group_id, versions, **changes) -> types.Trajectory:
+  """One response token per entry of ``versions``, the first of which began."""
+  length = PROMPT_TOKENS + len(versions)
+  mask = np.arange(length) >= PROMPT_TOKENS
+  fields = dict(
+    prompt_id=f"p{group_id}",
+    group_id=group_id,
+    tokens=np.arange(length, dtype=np.int32),
+    loss_mask=mask,
+    behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+    behavior_entropy=np.where(mask, 0.7, 0).astype(np.float32),
+    policy_version=np.array(
+      [versions[0]] * PROMPT_TOKENS + list(versions), np.int32
+    ),
+    turn=np.zeros(length, np.int32),
+    finish=types.Finish.STOP,
+  )
+  return types.Trajectory(**{**fields, **changes})
+
+
+def group_of(group_id, *trajectories, failures=()) -> types.TrajectoryGroup:
+  prompt = types.Prompt(f"p{group_id}", np.arange(2, dtype=np.int32), {})
+  return types.TrajectoryGroup(group_id, prompt, trajectories, failures)
+
+
+def array_fields(sample: types.Trajectory):
+  for field in dataclasses.fields(sample):
+    value = getattr(sample, field.name)
+    if isinstance(value, np.ndarray):
+      yield field.name, value
+
+
+class IngestTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("mask_short", dict(loss_mask=np.zeros(4, bool)), "loss_mask has shape"),
+    (
+      "logprobs_long",
+      dict(behavior_logprobs=np.zeros(6, np.float32)),
+      "behavior_logprobs has shape",
+    ),
+    ("turn_short", dict(turn=np.zeros(4, np.int32)), "turn has shape"),
+    (
+      "two_axes",
+      dict(tokens=np.zeros((5, 1), np.int32)),
+      r"tokens have shape \(5, 1\)",
+    ),
+    ("no_token", dict(tokens=np.zeros(0, np.int32)), r"\(0,\)"),
+    ("dtype", dict(tokens=np.zeros(5, np.int64)), "tokens.*int64.*int32"),
+    ("mask_dtype", dict(loss_mask=np.zeros(5, np.float32)), "loss_mask.*bool"),
+    ("list", dict(turn=[0] * 5), "turn is a list"),
+    ("device", dict(turn=jnp.zeros(5, jnp.int32)), "turn is a ArrayImpl"),
+    ("mask_first", dict(loss_mask=np.ones(5, bool)), r"loss_mask\[0\]"),
+    (
+      "negative",
+      dict(policy_version=np.array([-1, -1, 5, 5, 5], np.int32)),
+      "must not be negative",
+    ),
+    (
+      "falling",
+      dict(policy_version=np.array([3, 3, 3, 5, 4], np.int32)),
+      "must not fall",
+    ),
+    (
+      "before_it_began",
+      dict(policy_version=np.array([4, 4, 3, 4, 4], np.int32)),
+      "must not fall",
+    ),
+    (
+      "nan",
+      dict(behavior_logprobs=np.array([0, 0, 0, np.nan, 0], np.float32)),
+      "must be finite",
+    ),
+    (
+      "infinite_entropy",
+      dict(behavior_entropy=np.array([0, 0, 0, 0, np.inf], np.float32)),
+      "must be finite",
+    ),
+    ("other_group", dict(group_id=8), "belongs to group 8"),
+    ("other_prompt", dict(prompt_id="x"), "of prompt x"),
+  )
+  def test_refuses(self, changes, message):
+    good = trajectory(7, [5] * 3)
+    bad = dataclasses.replace(good, **changes)
+    groups = [group_of(6, trajectory(6, [4, 4, 5])), group_of(7, good, bad)]
+    with self.assertRaisesRegex(ValueError, "group 7, sample 1.*" + message):
+      ingestion.ingest(groups)
+
+  def test_refuses_an_empty_group(self):
+    with self.assertRaisesRegex(ValueError, "group 3 has no samples"):
+      ingestion.ingest([group_of(3)])
+
+  def test_no_group_is_no_sample(self):
+    self.assertEqual(ingestion.ingest([]), [])
+
+  def test_masked_slots_may_hold_anything(self):
+    garbage = np.array([np.nan, np.inf, 0, 0, 0], np.float32)
+    group = group_of(1, trajectory(1, [5] * 3, behavior_logprobs=garbage))
+    self.assertLen(ingestion.ingest([group]), 1)
+
+  def test_notes_what_the_ring_asks_for(self):
+    unsampled = dict(loss_mask=np.zeros(3, bool))
+    samples = ingestion.ingest(
+      [
+        group_of(4, trajectory(4, [1, 2, 2, 6]), trajectory(4, [3])),
+        group_of(2, trajectory(2, [5], **unsampled)),
+      ]
+    )
+    self.assertEqual(
+      [
+        (s.id, s.begun_by, s.newest_version, s.num_tokens, s.num_bytes)
+        for s in samples
+      ],
+      # A token has 21 bytes: five arrays of four, and the mask.
+      [
+        ((4, 0), 1, 6, 4, 6 * 21),
+        ((4, 1), 3, 3, 1, 3 * 21),
+        ((2, 0), 5, 5, 0, 3 * 21),
+      ],
+    )
+    for sample in samples:
+      arrays = [array for _, array in array_fields(sample.trajectory)]
+      self.assertEqual(sample.num_bytes, sum(a.nbytes for a in arrays))
+    self.assertEqual(samples[1].name, "group 4, sample 1")
+
+  def test_owns_read_only_copies_of_every_array(self):
+    original = trajectory(1, [5, 6], finish=types.Finish.LENGTH)
+    expected = {name: array.copy() for name, array in array_fields(original)}
+    (sample,) = ingestion.ingest([group_of(1, original)])
+    for _, array in array_fields(original):
+      array[...] = 1
+    copies = dict(array_fields(sample.trajectory))
+    self.assertLen(copies, 6)
+    for name, array in copies.items():
+      np.testing.assert_array_equal(array, expected[name])
+      self.assertFalse(array.flags.writeable)
+      self.assertIsNone(array.base)  # It cannot change from below.
+    self.assertEqual(sample.trajectory.prompt_id, "p1")
+    self.assertEqual(sample.trajectory.finish, types.Finish.LENGTH)
+
+
+class UsableRewardsTest(parameterized.TestCase):
+  def test_every_reason(self):
+    cases = [
+      (1.0, None, None),
+      (0.25, None, None),
+      (None, "timeout", "verifier_timeout"),
+      (0.5, "crash: exit code -9: x", "verifier_crash"),
+      (None, None, "no_reward"),
+      (float("nan"), None, "non_finite_reward"),
+      (float("-inf"), None, "non_finite_reward"),
+    ]
+    rewards, failures, reasons = zip(*cases, strict=True)
+    group = group_of(
+      1,
+      *(trajectory(1, [5], reward=reward) for reward in rewards),
+      failures=failures,
+    )
+    usable, found = ingestion.usable_rewards(group, ingestion.ingest([group]))
+    self.assertEqual(usable.dtype, np.float64)
+    self.assertEqual(usable.tolist(), [1.0, 0.25, 0, 0, 0, 0, 0])
+    self.assertEqual(found, list(reasons))
+
+  def test_an_aborted_sample_has_none_whatever_its_group_says_later(self):
+    begun = group_of(1, trajectory(1, [5], finish=types.Finish.ABORTED))
+    later = group_of(1, trajectory(1, [5], reward=1.0), failures=["timeout"])
+    usable, reasons = ingestion.usable_rewards(later, ingestion.ingest([begun]))
+    self.assertEqual((usable.tolist(), reasons), ([0.0], ["aborted"]))
+
+  def test_refuses_other_numbers(self):
+    pair = [trajectory(2, [5], reward=1.0)] * 2
+    samples = ingestion.ingest([group_of(2, *pair)])
+    with self.assertRaisesRegex(ValueError, "group 2 .* 2 samples and has 1"):
+      ingestion.usable_rewards(group_of(2, pair[0]), samples)
+    with self.assertRaisesRegex(ValueError, "2 samples and 1 entries in fail"):
+      ingestion.usable_rewards(group_of(2, *pair, failures=("x",)), samples)
+
+
+if __name__ == "__main__":
+  absltest.main()
