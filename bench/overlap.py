@@ -1,6 +1,6 @@
 """How much of generation and training overlaps: asynchronous over synchronous.
 
-  python bench/overlap.py [--steps=40] [--json]
+  python bench/overlap.py [--steps=80]
 
 Runs the same steps synchronously (sync_grpo) and asynchronously (async_grpo),
 side by side in one process, with and without a delay injected into generation.
@@ -10,20 +10,22 @@ for both runs) whose mean makes generation as long as a learner step. Prints
 one JSON line; the first steps, which compile, are left out of the times.
 """
 
+import argparse
+import contextlib
+import json
 import pathlib
+import sys
 import tempfile
 import time
 
-import jax
-
-jax.config.update("jax_num_cpu_devices", 2)
-
 import numpy as np
 
+from configs import async_grpo, sync_grpo
 from darl_jax import config as config_lib
 from darl_jax import metrics
 from darl_jax.loop import Run
 from darl_jax.rollout.engine import Engine
+from darl_jax.sharding import meshes
 
 _WARM_UP_STEPS = 8
 _SIGMA = 0.8
@@ -52,12 +54,14 @@ def run_config(module, *, steps: int) -> config_lib.RunConfig:
   config.warm_start.steps = 60
   config.evaluate.every = 10**6
   config.evaluate.num_prompts = 16
-  config.rollout.samples_per_prompt = 16
-  config.rollout.prompts_per_batch = samples // 16
-  config.rewards.partial_credit = 1.0  # Hardly a group has equal rewards.
+  # Groups so large that hardly one has equal rewards: every batch feeds one
+  # step, in both runs.
+  config.rollout.samples_per_prompt = 64
+  config.rollout.prompts_per_batch = samples // 64
+  config.rewards.partial_credit = 1.0
   config.learner.batch_size = samples
-  config.replay.min_batch = samples * 3 // 4
-  config.replay.max_staleness = min(config.replay.max_staleness, 2)
+  config.replay.min_batch = samples
+  config.replay.max_staleness = min(config.replay.max_staleness, 4)
   return config_lib.parse(config)
 
 
@@ -70,18 +74,64 @@ def measure(module, *, steps: int, delay_s: float) -> dict[str, float]:
       workdir,
       make_engine=make_delayed_engine(delay_s),
     )
-    summary = run.execute()
+    with contextlib.redirect_stdout(sys.stderr):  # The run's own display.
+      summary = run.execute()
     rows = metrics.read_metrics(workdir)
-  times = {row["step"]: row["time"] for row in rows if "train/loss" in row}
-  seconds = times[steps] - times[_WARM_UP_STEPS]
+  rows = {row["step"]: row for row in rows if "train/loss" in row}
+  first, last = rows[_WARM_UP_STEPS], rows[steps]
+  batch = run.config.rollout.prompts_per_batch
+
+  def grown(name: str) -> float:
+    return last[name] - first[name]
+
+  seconds = grown("time") / (steps - _WARM_UP_STEPS)
+  generating = grown("rollout/seconds") / grown("rollout/prompts_drawn") * batch
   return {
-    "seconds_per_step": seconds / (steps - _WARM_UP_STEPS),
-    "generate_seconds_per_batch": rows[-2]["rollout/seconds"]
-    / max(rows[-2]["rollout/prompts_drawn"], 1)
-    * run.config.rollout.prompts_per_batch,
-    "generated": summary["generated"],
+    "seconds_per_step": seconds,
+    "generate_seconds_per_batch": generating,
+    "batches_per_step": grown("rollout/prompts_drawn")
+    / batch
+    / (steps - _WARM_UP_STEPS),
     "trained": summary["trained"],
     "learner_wait_fraction": summary["learner_wait_fraction"],
     "rollout_wait_fraction": summary["rollout_wait_fraction"],
     "mean_age": summary["mean_age"],
   }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--steps", type=int, default=80)
+  steps = parser.parse_args().steps
+  if steps <= _WARM_UP_STEPS:
+    parser.error(f"--steps must be above {_WARM_UP_STEPS}")
+  meshes.prepare_cpu(2)
+  plain_sync = measure(sync_grpo, steps=steps, delay_s=0.0)
+  plain_async = measure(async_grpo, steps=steps, delay_s=0.0)
+  # Both sides alike: generating a batch then takes as long as the rest.
+  generating = plain_sync["generate_seconds_per_batch"]
+  delay = plain_sync["seconds_per_step"] - 2 * generating
+  delayed_sync = measure(sync_grpo, steps=steps, delay_s=max(delay, 0.0))
+  delayed_async = measure(async_grpo, steps=steps, delay_s=max(delay, 0.0))
+
+  def ratio(faster: dict[str, float], slower: dict[str, float]) -> float:
+    return faster["seconds_per_step"] / slower["seconds_per_step"]
+
+  print(
+    json.dumps(
+      {
+        "steps": steps,
+        "injected_mean_delay_s": delay,
+        "ratio_with_delay": ratio(delayed_async, delayed_sync),
+        "ratio_without_delay": ratio(plain_async, plain_sync),
+        "sync_with_delay": delayed_sync,
+        "async_with_delay": delayed_async,
+        "sync_without_delay": plain_sync,
+        "async_without_delay": plain_async,
+      }
+    )
+  )
+
+
+if __name__ == "__main__":
+  main()

