@@ -14,7 +14,7 @@ from darl_jax.models import presets
 def get_config() -> config_dict.ConfigDict:
   config = config_dict.ConfigDict()
   config.seed = 0
-  config.num_steps = 1200
+  config.num_steps = 1600
 
   config.prompts = config_dict.ConfigDict(
     dict(
@@ -30,7 +30,7 @@ def get_config() -> config_dict.ConfigDict:
   )
   config.model = config_dict.ConfigDict(presets.nano())
   config.warm_start = config_dict.ConfigDict(
-    dict(steps=300, target_accuracy=0.15, batch_size=256, learning_rate=2e-3)
+    dict(steps=300, target_accuracy=0.2, batch_size=256, learning_rate=2e-3)
   )
   config.rollout = config_dict.ConfigDict(
     dict(

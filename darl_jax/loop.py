@@ -10,6 +10,7 @@ With ``replay.max_staleness = 0`` the same stages run in turn in one thread, and
 the run is deterministic.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import queue
@@ -395,11 +396,14 @@ class Run:
 
   def _take(self, needed: int, deadline: float) -> Pool:
     """The ring's pool once it holds ``needed``; fills it when synchronous."""
+    left = max(deadline - time.monotonic(), 0.0)
+    limit = self.config.replay.timeout_s
     if not self.config.synchronous:
-      return self.ring.take(needed, max(deadline - time.monotonic(), 0.0))
+      return self.ring.take(needed, left, waited_s=limit - left)
     while (pool := self.ring.try_take(needed)) is None:
       if time.monotonic() > deadline:
-        return self.ring.take(needed, 0.0)  # Raises, with the diagnosis.
+        # Raises, with the diagnosis.
+        return self.ring.take(needed, 0.0, waited_s=limit)
       self.actor.generate()
       self._join_verifier()
     return pool
@@ -540,13 +544,25 @@ class Run:
     self._join_verifier()
 
   def _finish(self) -> dict[str, Any]:
-    """Ends threads and processes and writes what the run leaves behind."""
-    self.ring.close()
-    self.actor.stop()
-    self.verifier.close()
-    accounting = self.ring.accounting()
-    summary = self.summary.to_dict(
-      accounting,
+    """Ends threads and processes and writes what the run leaves behind.
+
+    Whichever of it fails, the rest is done; the failure is then raised.
+    """
+    summary: dict[str, Any] = {}
+    with contextlib.ExitStack() as last_to_first:
+      last_to_first.callback(self.ring.accounting().check)
+      last_to_first.callback(metrics.save_learning_curve, self.workdir)
+      last_to_first.callback(self._save_state)
+      last_to_first.callback(self._summarize, summary)
+      last_to_first.callback(self.verifier.close)
+      last_to_first.callback(self.actor.stop)
+      last_to_first.callback(self.ring.close)
+    return summary
+
+  def _summarize(self, summary: dict[str, Any]) -> None:
+    """Fills in and writes ``summary.json``."""
+    summary |= self.summary.to_dict(
+      self.ring.accounting(),
       self.ring.occupancy(),
       self.actor.metrics(),
       self.verifier.metrics(),
@@ -560,11 +576,10 @@ class Run:
       f"{summary['seconds']:.0f} s; see {self.workdir}/summary.json and "
       f"{metrics.CURVE_FILE}"
     )
+
+  def _save_state(self) -> None:
     if self.state is not None:
       checkpoint.save(self.workdir / "checkpoint", self.state)
-    accounting.check()
-    metrics.save_learning_curve(self.workdir)
-    return summary
 
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

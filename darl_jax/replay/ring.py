@@ -353,10 +353,17 @@ class Ring:
 
   # ----------------------------------------------------------------- consumer
 
-  def take(self, count: int, timeout_s: float) -> Pool:
+  def take(
+    self, count: int, timeout_s: float, *, waited_s: float = 0.0
+  ) -> Pool:
     """Waits for ``count`` trainable trajectories; returns all there are.
 
     They stay in the ring until ``mark_trained``: taking changes nothing.
+
+    Args:
+      count: Trajectories needed.
+      timeout_s: Seconds to wait at most.
+      waited_s: Seconds that the caller waited before, for the diagnosis.
 
     Raises:
       Starved: They did not come in time.
@@ -389,7 +396,7 @@ class Ring:
           self.accounting(),
           self.occupancy(),
           count=count,
-          timeout_s=timeout_s,
+          timeout_s=waited_s + timeout_s,
         )
       )
 

@@ -150,10 +150,10 @@ def select(
   if config.selection_mode == "keep_best":
     return ranking[:batch_size]
   if config.selection_mode == "newest":
-    order = np.lexsort((lot[ranking], stats.age[ranking]))
-  else:
-    order = rng.permutation(len(ranking))
-  return ranking[order[:batch_size]]
+    return ranking[np.lexsort((lot[ranking], stats.age[ranking]))][:batch_size]
+  # Sorted, so that the draw does not depend on how they rank: among samples of
+  # the current policy that is rounding noise, and differs between devices.
+  return rng.permutation(np.sort(ranking))[:batch_size]
 
 
 def pool_needed(config: config_lib.ReplayConfig, min_batch: int) -> int:

@@ -303,9 +303,7 @@ class ParametersTest(parameterized.TestCase):
       self.assertGreater(largest, 1e-8, jax.tree_util.keystr(path))
 
   def test_init(self):
-    policy = transformer.Policy(
-      _config(num_layers=2), vocab_size=_VOCAB
-    )
+    policy = transformer.Policy(_config(num_layers=2), vocab_size=_VOCAB)
     init = jax.jit(policy.init)
     params = init(jax.random.key(0))
     self.assertEqual(
