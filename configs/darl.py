@@ -30,7 +30,7 @@ def get_config() -> config_dict.ConfigDict:
   )
   config.model = config_dict.ConfigDict(presets.nano())
   config.warm_start = config_dict.ConfigDict(
-    dict(steps=300, target_accuracy=0.2, batch_size=256, learning_rate=2e-3)
+    dict(steps=300, target_accuracy=0.16, batch_size=256, learning_rate=2e-3)
   )
   config.rollout = config_dict.ConfigDict(
     dict(
@@ -60,7 +60,7 @@ def get_config() -> config_dict.ConfigDict:
       keep_fraction=0.5,
       reject_fraction=0.25,
       max_metric=float("inf"),
-      min_batch=128,
+      min_batch=64,
       snapshot_bytes=256 * 2**20,
       trajectory_bytes=256 * 2**20,
       timeout_s=60.0,
