@@ -12,6 +12,7 @@ def get_config() -> config_dict.ConfigDict:
   config = darl.get_config()
   config.replay.max_uses = 1
   config.replay.selection_mode = "random"
+  config.replay.max_metric = float("inf")
   config.objective.behavior_weighting = "pooled"
   config.objective.denominator = "all"
   return config

@@ -15,6 +15,7 @@ def get_config() -> config_dict.ConfigDict:
   config.replay.max_uses = 1
   config.replay.selection_mode = "keep_best"
   config.replay.keep_fraction = 1.0
+  config.replay.max_metric = float("inf")
   config.objective.behavior_weighting = "pooled"
   config.objective.denominator = "all"
   return config

@@ -90,11 +90,12 @@ class Attention(nnx.Module):
     self.query = projection(heads, "heads")
     self.key = projection(kv_heads, "kv_heads")
     self.value = projection(kv_heads, "kv_heads")
+    # What is added to the residual stream starts smaller with depth (GPT-2).
     self.output = _parameter(
       rngs,
       (heads, head_dim, dim),
       ("heads", "head_dim", "embed"),
-      fan_in=heads * head_dim,
+      fan_in=heads * head_dim * 2 * config.num_layers,
     )
     if config.qkv_bias:
 
@@ -166,7 +167,8 @@ class FeedForward(nnx.Module):
     into, back = ("embed", "mlp"), ("mlp", "embed")
     self.gate = _parameter(rngs, (dim, hidden), into, fan_in=dim)
     self.up = _parameter(rngs, (dim, hidden), into, fan_in=dim)
-    self.down = _parameter(rngs, (hidden, dim), back, fan_in=hidden)
+    depth = 2 * config.num_layers  # As for the attention's output.
+    self.down = _parameter(rngs, (hidden, dim), back, fan_in=hidden * depth)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     gated = jax.nn.silu(_project(x, self.gate)) * _project(x, self.up)
