@@ -14,5 +14,4 @@ def get_config() -> config_dict.ConfigDict:
   config.replay.selection_mode = "random"
   config.replay.max_metric = float("inf")
   config.objective.behavior_weighting = "pooled"
-  config.objective.denominator = "all"
   return config

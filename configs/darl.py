@@ -14,7 +14,7 @@ from darl_jax.models import presets
 def get_config() -> config_dict.ConfigDict:
   config = config_dict.ConfigDict()
   config.seed = 0
-  config.num_steps = 1600
+  config.num_steps = 1200
 
   config.prompts = config_dict.ConfigDict(
     dict(
@@ -83,7 +83,7 @@ def get_config() -> config_dict.ConfigDict:
       clip_high=0.28,
       clip_age_decay=1.0,
       dual_clip=3.0,
-      denominator="live",
+      denominator="all",
       max_behavior_weight=2.0,
       behavior_weight_mode="truncate",
       max_versions=8,

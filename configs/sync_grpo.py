@@ -13,9 +13,8 @@ def get_config() -> config_dict.ConfigDict:
   config.replay.max_staleness = 0
   config.replay.num_snapshots = 1
   config.replay.max_uses = 1
-  config.replay.selection_mode = "keep_best"
-  config.replay.keep_fraction = 1.0
+  config.replay.selection_mode = "random"
   config.replay.max_metric = float("inf")
+  config.rollout.prompts_per_batch = 32  # No more than one batch trains on.
   config.objective.behavior_weighting = "pooled"
-  config.objective.denominator = "all"
   return config

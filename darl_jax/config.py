@@ -146,10 +146,11 @@ class ReplayConfig:
       the synchronous, deterministic algorithm.
     max_uses: Times that a trajectory may be trained on.
     metric: Mismatch metric, lower is better matched.
-    selection_mode: How a step's batch is drawn from the pool.
+    selection_mode: How a step's batch is drawn from the pool: keep_best,
+      reject_worst, or a control that takes as many as reject_worst would.
     keep_fraction: Share of the pool that keep_best keeps.
     reject_fraction: Worst share of the pool that reject_worst drops.
-    max_metric: Hard bound on the metric in either mode; inf for none.
+    max_metric: Hard bound on the metric in either of these; inf for none.
     min_batch: Fewest selected trajectories to train on.
     snapshot_bytes: Budget of host memory for snapshots' parameters.
     trajectory_bytes: Budget of host memory for trajectories.
@@ -617,10 +618,17 @@ _RANGES = {
 }
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
-  """The multiples of ``unit`` next to ``value``, as advice."""
-  below, above = value // unit * unit, -(-value // unit) * unit
-  return f"Nearest that do: {below}, {above}." if below else f"Try {above}."
+def _split_problems(
+  name: str, value: int, *, over: str, parts: int
+) -> list[str]:
+  """What is wrong where ``value`` things are not a multiple of ``parts``."""
+  if value % parts == 0:
+    return []
+  below, above = value // parts * parts, -(-value // parts) * parts
+  return [
+    f"{name} = {value} do not split over {over} = {parts}. "
+    + (f"Nearest that do: {below}, {above}." if below else f"Try {above}.")
+  ]
 
 
 def _check_batch(c: Any) -> list[str]:
@@ -635,37 +643,36 @@ def _check_batch(c: Any) -> list[str]:
 
 
 def _check_rows(c: Any) -> list[str]:
-  unit = c.learner.minibatches * c.learner.microbatches
-  unit *= c.mesh.train.data * c.mesh.train.fsdp
-  if c.learner.rows % unit == 0:
-    return []
-  return [
-    f"learner.rows = {c.learner.rows} do not split over minibatches * "
-    f"microbatches * mesh.train.data * mesh.train.fsdp = {unit}. "
-    + _nearest_multiples(c.learner.rows, unit)
-  ]
+  return _split_problems(
+    "learner.rows",
+    c.learner.rows,
+    over="minibatches * microbatches * mesh.train.data * mesh.train.fsdp",
+    parts=_row_unit(c),
+  )
+
+
+def _row_unit(c: Any) -> int:
+  """What learner.rows must be a multiple of."""
+  parts = c.learner.minibatches * c.learner.microbatches
+  return parts * c.mesh.train.data * c.mesh.train.fsdp
 
 
 def _check_score_rows(c: Any) -> list[str]:
-  unit = c.mesh.train.data * c.mesh.train.fsdp
-  if c.learner.score_rows % unit == 0:
-    return []
-  return [
-    f"learner.score_rows = {c.learner.score_rows} do not split over "
-    f"mesh.train.data * mesh.train.fsdp = {unit}. "
-    + _nearest_multiples(c.learner.score_rows, unit)
-  ]
+  return _split_problems(
+    "learner.score_rows",
+    c.learner.score_rows,
+    over="mesh.train.data * mesh.train.fsdp",
+    parts=c.mesh.train.data * c.mesh.train.fsdp,
+  )
 
 
 def _check_warm_start_batch(c: Any) -> list[str]:
-  unit = c.mesh.train.data * c.mesh.train.fsdp
-  if c.warm_start.batch_size % unit == 0:
-    return []
-  return [
-    f"warm_start.batch_size = {c.warm_start.batch_size} does not split over "
-    f"mesh.train.data * mesh.train.fsdp = {unit}. "
-    + _nearest_multiples(c.warm_start.batch_size, unit)
-  ]
+  return _split_problems(
+    "warm_start.batch_size",
+    c.warm_start.batch_size,
+    over="mesh.train.data * mesh.train.fsdp",
+    parts=c.mesh.train.data * c.mesh.train.fsdp,
+  )
 
 
 def _check_row_tokens(c: Any) -> list[str]:
@@ -679,15 +686,31 @@ def _check_row_tokens(c: Any) -> list[str]:
   ]
 
 
-def _check_rollout_split(c: Any) -> list[str]:
-  data = c.mesh.rollout.data
-  if c.rollout.prompts_per_batch % data == 0:
+def _check_row_capacity(c: Any) -> list[str]:
+  longest = c.prompts.max_tokens + c.rollout.max_response_tokens
+  per_row = c.learner.row_tokens // longest
+  room = c.learner.rows * per_row
+  # Rows that hold none at all are reported already.
+  if room >= c.replay.min_batch or not per_row:
     return []
+  unit = _row_unit(c)
+  rows = -(-c.replay.min_batch // (per_row * unit)) * unit
   return [
-    f"rollout.prompts_per_batch = {c.rollout.prompts_per_batch} do not split "
-    f"over mesh.rollout.data = {data}. "
-    + _nearest_multiples(c.rollout.prompts_per_batch, data)
+    f"learner.rows = {c.learner.rows} of learner.row_tokens = "
+    f"{c.learner.row_tokens} hold {room} of the longest trajectories "
+    f"(prompts.max_tokens + rollout.max_response_tokens = {longest}), fewer "
+    f"than replay.min_batch = {c.replay.min_batch}. Try learner.rows={rows}, "
+    f"or replay.min_batch={room}."
   ]
+
+
+def _check_rollout_split(c: Any) -> list[str]:
+  return _split_problems(
+    "rollout.prompts_per_batch",
+    c.rollout.prompts_per_batch,
+    over="mesh.rollout.data",
+    parts=c.mesh.rollout.data,
+  )
 
 
 def _check_heads(c: Any) -> list[str]:
@@ -780,6 +803,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_score_rows,
   _check_warm_start_batch,
   _check_row_tokens,
+  _check_row_capacity,
   _check_rollout_split,
   _check_heads,
   _check_head_dim,

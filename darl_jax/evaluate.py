@@ -1,7 +1,7 @@
 """Greedy accuracy on held-out prompts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,8 +47,6 @@ class Evaluator:
     policy: Policy,
     config: RunConfig,
     prompts: Sequence[Prompt],
-    *,
-    verify: Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup]],
     **engine_arguments,
   ):
     """Compiles nothing yet.
@@ -57,11 +55,9 @@ class Evaluator:
       policy: The model.
       config: Of the run.
       prompts: All of the held-out ones; the first ``num_prompts`` are asked.
-      verify: Scores groups and waits for them.
       **engine_arguments: As ``Engine`` takes them.
     """
     self._prompts = prompts[: config.evaluate.num_prompts]
-    self._verify = verify
     data = config.mesh.rollout.data
     batch = -(-min(len(self._prompts), _MAX_BATCH) // data) * data
     greedy = dataclasses.replace(
@@ -72,8 +68,8 @@ class Evaluator:
     )
     self._engine = Engine(policy, greedy, **engine_arguments)
 
-  def evaluate(self, snapshot: PolicySnapshot) -> Evaluation:
-    """Accuracy of a snapshot that lies on the rollout mesh."""
+  def answer(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
+    """Greedy answers of a snapshot on the rollout mesh, not scored yet."""
     size = self._engine.config.prompts_per_batch
     answered: list[TrajectoryGroup] = []
     for start in range(0, len(self._prompts), size):
@@ -83,7 +79,10 @@ class Evaluator:
         fetch=lambda: snapshot,
       )
       answered.extend(groups)
-    scored = self._verify(answered)
+    return answered
+
+  def judge(self, scored: Sequence[TrajectoryGroup]) -> Evaluation:
+    """What the scored answers, in the order of ``answer``, add up to."""
     answers = [trajectory for g in scored for trajectory in g.trajectories]
     rewards = [answer.reward for answer in answers]
     right = [reward is not None and reward >= CORRECT for reward in rewards]

@@ -10,10 +10,10 @@ With ``replay.max_staleness = 0`` the same stages run in turn in one thread, and
 the run is deterministic.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ from darl_jax.learner.warm_start import warm_start
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.replay import batching, selection
-from darl_jax.replay.ring import Entry, Pool, Ring
+from darl_jax.replay.ring import Entry, Pool, Ring, Starved
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
@@ -45,7 +45,7 @@ _POLL_S = 0.2
 _NUM_SAMPLES = 8
 
 
-class Interrupted(Exception):  # noqa: N818
+class Interrupted(Exception):
   """The run was asked to stop, by Ctrl-C or SIGTERM."""
 
 
@@ -69,8 +69,6 @@ class Chosen:
     entries: The chosen ones.
     logprobs: float32, flat over the entries' tokens, under the weights at the
       start of the step.
-    dead_tokens: Tokens of dead groups that the step drew and that count in the
-      loss's denominator.
     rng: Of the step's draws.
     report: Metrics of pool, kept and dropped.
   """
@@ -78,7 +76,6 @@ class Chosen:
   pool: Pool
   entries: Sequence[Entry]
   logprobs: np.ndarray
-  dead_tokens: int
   rng: np.random.Generator
   report: Mapping[str, float]
 
@@ -120,6 +117,8 @@ class Run:
     self.workdir = workdir
     self.meshes = meshes.split_devices(config.mesh)
     self.prompts = dataset.load(config.prompts, seed=config.seed)
+    if problems := _prompt_problems(config, self.prompts):
+      raise ConfigError(problems)
     tokenizer = self.prompts.tokenizer
     self.policy = Policy(config.model, vocab_size=tokenizer.vocab_size)
     self.learner = Learner(
@@ -150,6 +149,7 @@ class Run:
       pad_id=tokenizer.pad_id,
       seed=config.seed,
     )
+    self._rollout_mesh_free = threading.Lock()
     self.actor = Actor(
       make_engine(self.policy, config.rollout, **engine_arguments),
       dataset.batches(
@@ -157,6 +157,7 @@ class Run:
         batch_size=config.rollout.prompts_per_batch,
         seed=config.seed,
       ),
+      exclusive=self._rollout_mesh_free,
       fetch=self._newest_on_rollout_mesh,
       reserve=self.ring.reserve,
       deliver=self._verify_for_training,
@@ -166,7 +167,6 @@ class Run:
       self.policy,
       config,
       self.prompts.heldout,
-      verify=self._verify_now,
       **engine_arguments,
     )
     self.verifier = VerifierPool(
@@ -197,6 +197,7 @@ class Run:
     """
     self.writer.write_json("config.json", config_lib.to_dict(self.config))
     self.prompts.tokenizer.save(self.workdir / "tokenizer.json")
+    error: BaseException | None = None
     try:
       with self.progress:
         self._introduce()
@@ -204,14 +205,12 @@ class Run:
         self._publish(version=0)
         self._evaluate(0)
         self.train()
-        self.summary.status = "complete"
-    except BaseException as error:
-      self.summary.status = "interrupted" if interrupted(error) else "failed"
-      self.summary.error = f"{type(error).__name__}: {error}"
-      raise
-    finally:
-      self.summary.training_ended()
-      summary = self._finish()
+    except BaseException as caught:
+      error = caught
+    error = self._clean_up(error)
+    summary = self._summarize(error)
+    if error is not None:
+      raise error
     return summary
 
   def _introduce(self) -> None:
@@ -251,7 +250,7 @@ class Run:
         objective=config.objective,
         learner=config.learner,
         version=version,
-        dead_tokens=chosen.dead_tokens,
+        dead_tokens=chosen.pool.dead_tokens,
         rng=chosen.rng,
       )
       # Taken up at once: the old state is donated, and what follows raises if
@@ -362,9 +361,15 @@ class Run:
     rng = np.random.default_rng([config.seed, version])
     deadline = time.monotonic() + replay.timeout_s
     needed = selection.pool_needed(replay, replay.min_batch)
+    barred = ""
     while True:
       start = time.monotonic()
-      pool = self._take(needed, deadline)
+      try:
+        pool = self._take(needed, deadline)
+      except Starved as error:
+        if barred:
+          raise Starved(barred) from error
+        raise
       self.summary.learner_waited(time.monotonic() - start)
       plan = self._plan(pool.entries)
       # All are dispatched before the first is waited for.
@@ -377,16 +382,21 @@ class Run:
         break
       # max_metric bars too many of this pool: wait until there are more.
       needed = len(pool) + 1
+      barred = (
+        f"replay.max_metric = {replay.max_metric:g} bars all but {len(kept)} "
+        f"of {len(pool)} trajectories, and replay.min_batch = "
+        f"{replay.min_batch} are needed; their mean {replay.metric} is "
+        f"{selection.mismatch(stats, metric=replay.metric).mean():.3g}. "
+        "Try a greater replay.max_metric, or a smaller learning rate."
+      )
     report, alarms = selection.report(stats, kept, replay)
     for alarm in alarms:
       self.progress.alarm(alarm)
     per_token = plan.per_token([logprobs for logprobs, _ in results])
-    live_only = config.objective.denominator == "live"
     return Chosen(
       pool=pool,
       entries=[pool.entries[i] for i in kept],
       logprobs=plan.tokens_of(per_token, kept),
-      dead_tokens=0 if live_only else pool.dead_tokens,
       rng=rng,
       report={
         **_prefixed("select", report),
@@ -476,7 +486,9 @@ class Run:
   def _evaluate(self, step: int) -> None:
     """Held-out accuracy of the newest snapshot, and some of its answers."""
     snapshot = self._on_rollout_mesh(self.ring.latest())
-    evaluation = self.evaluator.evaluate(snapshot)
+    with self._rollout_mesh_free:
+      answered = self.evaluator.answer(snapshot)
+    evaluation = self.evaluator.judge(self._verify_now(answered))
     self.summary.evaluated(step, evaluation.accuracy)
     self.writer.write(step, evaluation.metrics())
     samples = list(self._samples(evaluation))
@@ -522,6 +534,11 @@ class Run:
       **self._waits(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
+    if values["train/skipped"]:
+      self.progress.alarm(
+        f"step {step} left {values['train/skipped']:g} of its optimizer steps "
+        "out: a gradient was not finite, or no token was left to train on"
+      )
     self.writer.write(step, values)
     self.progress.ring(
       (slot.version, slot.age, slot.trajectories) for slot in occupancy.slots
@@ -543,25 +560,37 @@ class Run:
     self.actor.stop()
     self._join_verifier()
 
-  def _finish(self) -> dict[str, Any]:
-    """Ends threads and processes and writes what the run leaves behind.
+  def _clean_up(self, error: BaseException | None) -> BaseException | None:
+    """Ends threads and processes and saves the learner's state.
 
-    Whichever of it fails, the rest is done; the failure is then raised.
+    Whichever of it fails, the rest is done. A failure is the run's error if it
+    had none, and a note on the one that it had.
     """
-    summary: dict[str, Any] = {}
-    with contextlib.ExitStack() as last_to_first:
-      last_to_first.callback(self.ring.accounting().check)
-      last_to_first.callback(metrics.save_learning_curve, self.workdir)
-      last_to_first.callback(self._save_state)
-      last_to_first.callback(self._summarize, summary)
-      last_to_first.callback(self.verifier.close)
-      last_to_first.callback(self.actor.stop)
-      last_to_first.callback(self.ring.close)
-    return summary
+    self.summary.training_ended()
+    for clean_up in (
+      self.ring.close,
+      self.actor.stop,
+      self.verifier.close,
+      self._save_state,
+      self.ring.accounting().check,
+    ):
+      try:
+        clean_up()
+      except Exception as failure:
+        if error is None:
+          error = failure
+        else:
+          error.add_note(f"While ending the run: {failure!r}")
+    return error
 
-  def _summarize(self, summary: dict[str, Any]) -> None:
-    """Fills in and writes ``summary.json``."""
-    summary |= self.summary.to_dict(
+  def _save_state(self) -> None:
+    if self.state is not None:
+      checkpoint.save(self.workdir / "checkpoint", self.state)
+
+  def _summarize(self, error: BaseException | None) -> dict[str, Any]:
+    """Writes ``summary.json``, last of all, and the learning curve."""
+    self.summary.ended(error, interrupted=interrupted(error))
+    summary = self.summary.to_dict(
       self.ring.accounting(),
       self.ring.occupancy(),
       self.actor.metrics(),
@@ -571,15 +600,42 @@ class Run:
     summary["compiles"] = self.learner.compiles() | self.actor.compiles()
     self.writer.write_json("summary.json", summary)
     self.writer.close()
+    metrics.save_learning_curve(self.workdir)
     self.progress.message(
-      f"{self.summary.status}: {summary['steps']} steps in "
+      f"{summary['status']}: {summary['steps']} steps in "
       f"{summary['seconds']:.0f} s; see {self.workdir}/summary.json and "
       f"{metrics.CURVE_FILE}"
     )
+    return summary
 
-  def _save_state(self) -> None:
-    if self.state is not None:
-      checkpoint.save(self.workdir / "checkpoint", self.state)
+
+def _prompt_problems(
+  config: RunConfig, prompts: dataset.TaskPrompts
+) -> list[str]:
+  """What cannot be known of a config before its prompts are loaded."""
+  problems = []
+  limit, longest = config.rollout.max_response_tokens, prompts.longest_response
+  if longest > limit:
+    problems.append(
+      f"rollout.max_response_tokens = {limit} cuts reference answers, of which "
+      f"the longest has {longest} tokens with its stop token. Try "
+      f"rollout.max_response_tokens={longest}."
+    )
+  if config.warm_start.steps and not any(
+    prompt.reference["answer"] is not None for prompt in prompts.train
+  ):
+    problems.append(
+      f"warm_start.steps = {config.warm_start.steps}, but "
+      f"{config.prompts.dataset} has no reference answers. Try "
+      "warm_start.steps=0."
+    )
+  if config.evaluate.num_prompts > len(prompts.heldout):
+    problems.append(
+      f"evaluate.num_prompts = {config.evaluate.num_prompts}, but only "
+      f"{len(prompts.heldout)} prompts are held out. Try "
+      f"evaluate.num_prompts={len(prompts.heldout)}."
+    )
+  return problems
 
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

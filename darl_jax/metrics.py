@@ -4,8 +4,8 @@ Stages return metrics; only the loop writes them, through this module. Names
 that the display and the learning curve know (all others are only written):
 
   evaluate/accuracy             greedy accuracy on held-out prompts, in [0, 1]
-  train/reward                  mean reward of a step's samples
-  train/accuracy                share of a step's samples that are right
+  train/reward                  mean over the samples verified since last step
+  train/accuracy                share of those samples that are right
   warm_start/loss               nats per token
   ring/mean_age                 versions, mean over the trajectories trained on
   wait/learner, wait/rollout    share of the wall time spent waiting, in [0, 1]
@@ -66,11 +66,8 @@ def flatten(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
   return means
 
 
-class Rate:
-  """A total per second over the last ``window_s`` seconds.
-
-  Of tokens it is a speed; of seconds spent waiting, the share of time waited.
-  """
+class _Rate:
+  """A total per second over the last ``window_s`` seconds."""
 
   def __init__(
     self,
@@ -397,15 +394,14 @@ _ASCII = _Glyphs("=", "-", "_.-~=+*", "!", "|")
 @dataclasses.dataclass(frozen=True)
 class _Stage:
   name: str
-  unit: str
-  total: int | None
+  total: int
   done: int
   elapsed_s: float
   per_second: float
 
   @property
   def left_s(self) -> float | None:
-    if self.total is None or self.per_second <= 0:
+    if self.per_second <= 0:
       return None
     return max(self.total - self.done, 0) / self.per_second
 
@@ -414,7 +410,6 @@ class _Stage:
 class _Snapshot:
   """What one refresh shows, copied so that drawing it needs no lock."""
 
-  title: str
   stage: _Stage | None
   values: dict[str, float]
   accuracy: tuple[float, ...]  # Before the first step, latest, best; or ().
@@ -439,7 +434,6 @@ class Progress:
   def __init__(
     self,
     *,
-    title: str = "darl_jax",
     console: rich.console.Console | None = None,
     every_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
@@ -447,22 +441,20 @@ class Progress:
     """Starts nothing yet.
 
     Args:
-      title: Of the panel, such as the run's folder.
       console: Standard output by default.
       every_s: Seconds between plain lines.
       clock: Seconds that only ever grow.
     """
-    self._title = title
     self._console = console or rich.console.Console()
     self._every_s = every_s
     self._clock = clock
     self._lock = threading.Lock()
     self._started = clock()
     self._next_line = 0.0
-    self._stage: tuple[str, str, int | None] | None = None  # name, unit, total
+    self._stage: tuple[str, int] | None = None  # Its name and total.
     self._stage_started = 0.0
-    self._first = self._done = 0
-    self._rate = Rate(clock=clock)
+    self._done = 0
+    self._rate = _Rate(clock=clock)
     self._values: dict[str, float] = {}
     self._accuracy: tuple[float, ...] = ()
     self._accuracy_trend = _Trend()
@@ -493,36 +485,21 @@ class Progress:
     elif self._values:
       self._print(_plain_line(self._snapshot(), self._seconds()))
 
-  def stage(
-    self,
-    name: str,
-    total: int | None = None,
-    *,
-    done: int = 0,
-    unit: str = "steps",
-  ) -> None:
-    """Begins a stage, which ends the one before.
-
-    Args:
-      name: Such as "warm start".
-      total: Its length in ``unit``; None where nobody knows.
-      done: Of it already, in a run that was resumed.
-      unit: What ``advance`` counts, in the plural.
-    """
+  def stage(self, name: str, total: int) -> None:
+    """Begins a stage of ``total`` steps, which ends the one before."""
     self._close_stage()
     now = self._clock()
     with self._lock:
-      self._stage = (_one_line(name), unit, total)
+      self._stage = (_one_line(name), total)
       self._stage_started = now
-      self._first = self._done = done
-      self._rate = Rate(clock=self._clock)
+      self._done = 0
+      self._rate = _Rate(clock=self._clock)
       self._next_line = now + self._every_s
     if not self._live:
-      length = "" if total is None else f", {total} {unit}"
-      self._print(f"[{self._seconds()}] {_one_line(name)}{length}")
+      self._print(f"[{self._seconds()}] {_one_line(name)}, {total} steps")
 
   def advance(self, n: int = 1, **values: float) -> None:
-    """Counts ``n`` more of the stage's units; ``values`` as in ``update``."""
+    """Counts ``n`` more of the stage's steps; ``values`` as in ``update``."""
     with self._lock:
       self._done += n
       self._rate.add(n)
@@ -575,16 +552,15 @@ class Progress:
   def _close_stage(self) -> None:
     with self._lock:
       stage, self._stage = self._stage, None
-      done, total = self._done - self._first, stage and stage[2]
-      reached = self._done
+      done = self._done
     if not stage:
       return
-    name, unit, _ = stage
+    name, total = stage
     seconds = self._clock() - self._stage_started
-    if total is not None and reached < total:
-      text = f"{name}: stopped at {reached} of {total} {unit}"
+    if done < total:
+      text = f"{name}: stopped at {done} of {total} steps"
     else:
-      text = f"{name}: {done} {unit}" if done else name
+      text = f"{name}: {done} steps"
     self.message(f"{text} after {_duration(seconds)}")
 
   def _seconds(self) -> str:
@@ -594,12 +570,11 @@ class Progress:
     with self._lock:
       stage = None
       if self._stage:
-        name, unit, total = self._stage
+        name, total = self._stage
         elapsed = self._clock() - self._stage_started
         rate = self._rate.per_second()
-        stage = _Stage(name, unit, total, self._done, elapsed, rate)
+        stage = _Stage(name, total, self._done, elapsed, rate)
       return _Snapshot(
-        title=self._title,
         stage=stage,
         values=dict(self._values),
         accuracy=self._accuracy,
@@ -660,9 +635,8 @@ def _plain_line(shown: _Snapshot, seconds: str) -> str:
   parts = []
   if shown.stage:
     stage = shown.stage
-    total = "" if stage.total is None else f"/{stage.total}"
-    part = f"{stage.name} {stage.done}{total}, {_amount(stage.per_second)}"
-    part += f" {stage.unit}/s"
+    part = f"{stage.name} {stage.done}/{stage.total}, "
+    part += f"{_amount(stage.per_second)} steps/s"
     if stage.left_s is not None:
       part += f", {_duration(stage.left_s)} left"
     parts.append(part)
@@ -710,7 +684,7 @@ def _panel(
     rows += group
   return rich.panel.Panel(
     rich.console.Group(*rows) if rows else rich.text.Text("starting"),
-    title=rich.text.Text(shown.title, style="bold"),
+    title=rich.text.Text("darl_jax", style="bold"),
     title_align="left",
     border_style="dim",
     width=width,
@@ -763,14 +737,12 @@ def _stage_rows(
     if left is None
     else f"{_duration(left)} left"
   )
-  total = "" if stage.total is None else f"/{stage.total}"
-  counts = f" {stage.done}{total} {stage.unit}"
+  counts = f" {stage.done}/{stage.total} steps"
   speed = f"  {_amount(stage.per_second)}/s"
   ending = f"  {ending}"
   room = inner - max(len(name), _LABEL) - len(counts + speed + ending)
-  if stage.total is None or room < 4:
-    bar = ()
-  else:
+  bar = ()
+  if room >= 4:
     bar = _bar(stage.done / max(stage.total, 1), room, "green", glyphs)
   return [
     _row(

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,11 @@ class RewardMeter:
 class Summary:
   """How far the run got: the content of ``summary.json``."""
 
-  def __init__(self):
+  def __init__(self, *, clock: Callable[[], float] = time.monotonic):
     self.status = "running"
     self.error: str | None = None
-    self._created = time.monotonic()
+    self._clock = clock
+    self._created = clock()
     self._train_started: float | None = None
     self._train_ended: float | None = None
     self._accuracies: list[tuple[int, float]] = []
@@ -67,11 +68,20 @@ class Summary:
     self._learner_wait_s = 0.0
 
   def training_started(self) -> None:
-    self._train_started = time.monotonic()
+    self._train_started = self._clock()
 
   def training_ended(self) -> None:
     if self._train_started is not None and self._train_ended is None:
-      self._train_ended = time.monotonic()
+      self._train_ended = self._clock()
+
+  def ended(self, error: BaseException | None, *, interrupted: bool) -> None:
+    """Notes how the run ended, and with what error if with one."""
+    if error is None:
+      self.status = "complete"
+      return
+    self.status = "interrupted" if interrupted else "failed"
+    notes = getattr(error, "__notes__", ())
+    self.error = "\n".join([f"{type(error).__name__}: {error}", *notes])
 
   def learner_waited(self, seconds: float) -> None:
     self._learner_wait_s += seconds
@@ -96,7 +106,8 @@ class Summary:
     """Wall clock of the training stage so far."""
     if self._train_started is None:
       return 0.0
-    return (self._train_ended or time.monotonic()) - self._train_started
+    ended = self._clock() if self._train_ended is None else self._train_ended
+    return ended - self._train_started
 
   def waits(self, rollout_wait_s: float) -> dict[str, float]:
     """Share of the training stage that each side spent waiting."""
@@ -135,7 +146,7 @@ class Summary:
       "accuracy_best": max(accuracies, default=None),
       "accuracies": [list(pair) for pair in self._accuracies],
       "steps": self._steps,
-      "seconds": time.monotonic() - self._created,
+      "seconds": self._clock() - self._created,
       "train_seconds": self.train_seconds,
       **accounting.counts(),
       "expired_reasons": dict(accounting.expired),

@@ -38,7 +38,7 @@ FIGURES = dict(
   rollout__prompts_per_batch=64,
   rollout__max_response_tokens=6,
   replay__max_staleness=4,
-  replay__min_batch=256,
+  replay__min_batch=32,
   learner__learning_rate=3e-4,
   learner__schedule="constant",
   learner__final_learning_rate=3e-4,
@@ -299,11 +299,27 @@ class RangesTest(parameterized.TestCase):
 # Changes to the default config that cannot work, the field to blame, and a
 # value of it that the problem advises and that mends it.
 COMBINATIONS = (
-  (dict(replay__min_batch=385), "replay.min_batch", 384),
+  (
+    dict(replay__min_batch=385, learner__rows=256),
+    "replay.min_batch",
+    384,
+  ),
+  # 2 of 18 tokens fit into a row of 48, and rows go in threes.
+  (
+    dict(replay__min_batch=200, learner__rows=96, learner__microbatches=3),
+    "learner.rows",
+    102,
+  ),
+  (dict(replay__min_batch=200, learner__rows=96), "replay.min_batch", 192),
   (dict(learner__rows=130, learner__minibatches=4), "learner.rows", 128),
   (dict(learner__microbatches=3), "learner.rows", 126),
   (dict(learner__rows=20, mesh__train__fsdp=32), "learner.rows", 32),
   (dict(learner__score_rows=66, mesh__train__data=4), "learner.score_rows", 64),
+  (
+    dict(warm_start__batch_size=6, mesh__train__data=4),
+    "warm_start.batch_size",
+    8,
+  ),
   (dict(learner__row_tokens=17), "learner.row_tokens", 18),
   (
     dict(rollout__prompts_per_batch=66, mesh__rollout__data=4),
@@ -345,6 +361,9 @@ class CrossFieldTest(parameterized.TestCase):
         )
         found += check(fields)
       self.assertNotEmpty(found, check.__name__)
+
+  def test_rows_that_just_hold_the_least_batch(self):
+    config_lib.parse(plain(replay__min_batch=256))
 
   def test_warmup_and_schedule_at_their_limits(self):
     config_lib.parse(

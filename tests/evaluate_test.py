@@ -66,14 +66,13 @@ def answers(
       policy,
       run_config,
       PROMPTS,
-      verify=verify,
       mesh=mesh,
       max_prompt_tokens=8,
       stop_ids=(2,),
       pad_id=0,
       seed=0,
     )
-  return evaluator.evaluate(snapshot)
+  return evaluator.judge(verify(evaluator.answer(snapshot)))
 
 
 class EvaluatorTest(parameterized.TestCase):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import threading
-import time
 
 import numpy as np
 from absl.testing import parameterized
@@ -55,6 +54,14 @@ class _Accounting:
 @dataclasses.dataclass(frozen=True)
 class _Occupancy:
   trained_tokens: int = 600
+
+
+class _Clock:
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
 
 
 ACTOR = {
@@ -167,32 +174,34 @@ class SummaryTest(parameterized.TestCase):
     self.assertEqual(told["rollout_wait_fraction"], 0.5)
 
   def test_the_clock_runs_from_start_to_first_end(self):
-    told = summary.Summary()
+    clock = _Clock()
+    told = summary.Summary(clock=clock)
     told.training_ended()  # Never started.
     self.assertEqual(told.train_seconds, 0)
+    clock.now = 3.0
     told.training_started()
-    time.sleep(0.05)
-    running = told.train_seconds
-    self.assertGreaterEqual(running, 0.05)
+    clock.now = 5.0
+    self.assertEqual(told.train_seconds, 2.0)
     told.training_ended()
-    ended = told.train_seconds
-    self.assertGreaterEqual(ended, running)
-    time.sleep(0.02)
+    clock.now = 9.0
     told.training_ended()
-    self.assertEqual(told.train_seconds, ended)
+    self.assertEqual(told.train_seconds, 2.0)
+    told = self._to_dict(told)
+    self.assertEqual((told["seconds"], told["train_seconds"]), (9.0, 2.0))
 
   def test_speeds_and_waits_are_of_the_training_stage(self):
-    told = summary.Summary()
+    clock = _Clock()
+    told = summary.Summary(clock=clock)
+    clock.now = 100.0
     told.training_started()
-    time.sleep(0.05)
+    clock.now = 108.0
     told.training_ended()
-    seconds = told.train_seconds
-    told.learner_waited(0.25 * seconds)
-    told.learner_waited(0.25 * seconds)
-    waits = told.waits(0.75 * seconds)
+    told.learner_waited(1.0)
+    told.learner_waited(3.0)
+    waits = told.waits(6.0)
     self.assertAlmostEqual(waits["wait/learner"], 0.5)
     self.assertAlmostEqual(waits["wait/rollout"], 0.75)
-    self.assertEqual(told.waits(9 * seconds)["wait/rollout"], 1.0)
+    self.assertEqual(told.waits(72.0)["wait/rollout"], 1.0)
     speeds = told.speeds(_Occupancy(), ACTOR)
-    self.assertAlmostEqual(speeds["speed/learner_tokens_per_s"], 600 / seconds)
-    self.assertAlmostEqual(speeds["speed/rollout_tokens_per_s"], 900 / seconds)
+    self.assertAlmostEqual(speeds["speed/learner_tokens_per_s"], 75.0)
+    self.assertAlmostEqual(speeds["speed/rollout_tokens_per_s"], 112.5)

@@ -34,11 +34,11 @@ def _parameter(
   shape: tuple[int, ...],
   axes: tuple[str, ...],
   *,
-  fan_in: int,
+  std: float,
 ) -> Parameter:
-  """Normal with standard deviation ``fan_in ** -0.5``."""
+  """Normal with standard deviation ``std``."""
   value = jax.random.normal(rngs.params(), shape, jnp.float32)
-  return Parameter(value * fan_in**-0.5, axes=axes)
+  return Parameter(value * std, axes=axes)
 
 
 def _scale(size: int, axis: str) -> Parameter:
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
 
     def projection(count: int, axis: str) -> Parameter:
       shape, axes = (dim, count, head_dim), ("embed", axis, "head_dim")
-      return _parameter(rngs, shape, axes, fan_in=dim)
+      return _parameter(rngs, shape, axes, std=dim**-0.5)
 
     self.query = projection(heads, "heads")
     self.key = projection(kv_heads, "kv_heads")
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
       rngs,
       (heads, head_dim, dim),
       ("heads", "head_dim", "embed"),
-      fan_in=heads * head_dim * 2 * config.num_layers,
+      std=(heads * head_dim * 2 * config.num_layers) ** -0.5,
     )
     if config.qkv_bias:
 
@@ -165,10 +165,11 @@ class FeedForward(nnx.Module):
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     dim, hidden = config.embed_dim, config.mlp_dim
     into, back = ("embed", "mlp"), ("mlp", "embed")
-    self.gate = _parameter(rngs, (dim, hidden), into, fan_in=dim)
-    self.up = _parameter(rngs, (dim, hidden), into, fan_in=dim)
-    depth = 2 * config.num_layers  # As for the attention's output.
-    self.down = _parameter(rngs, (hidden, dim), back, fan_in=hidden * depth)
+    self.gate = _parameter(rngs, (dim, hidden), into, std=dim**-0.5)
+    self.up = _parameter(rngs, (dim, hidden), into, std=dim**-0.5)
+    # As for the attention's output.
+    std = (hidden * 2 * config.num_layers) ** -0.5
+    self.down = _parameter(rngs, (hidden, dim), back, std=std)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     gated = jax.nn.silu(_project(x, self.gate)) * _project(x, self.up)
@@ -203,7 +204,7 @@ class Transformer(nnx.Module):
     def table() -> Parameter:
       shape, axes = (vocab_size, config.embed_dim), ("vocab", "embed")
       # Rows of unit norm: with tied embeddings, logits start of order 1.
-      return _parameter(rngs, shape, axes, fan_in=config.embed_dim)
+      return _parameter(rngs, shape, axes, std=config.embed_dim**-0.5)
 
     self.embedding = table()
     keys = jax.random.split(rngs.params(), config.num_layers)

@@ -96,12 +96,10 @@ class Occupancy:
     trajectory_bytes: Of all trajectories' arrays, awaiting ones included.
     snapshots: Versions whose parameters are held, lowest first.
     snapshot_bytes: Of those parameters.
-    snapshots_released: Let go so far: ``aged``, or over budget (``bytes``).
     groups_started: Prompt groups reserved or begun so far.
     groups_allowed: Those that pacing allows at this version.
     groups_reserved: Reserved, not begun.
     groups_awaiting: Begun, not admitted.
-    take_wait_s: Seconds that consumers spent waiting, in total.
     reserve_wait_s: Seconds that producers spent waiting, in total.
     trained_tokens: Masked-in tokens trained on, once per use.
     dead_tokens: Those of dead groups since the last trained step.
@@ -111,12 +109,10 @@ class Occupancy:
   trajectory_bytes: int
   snapshots: tuple[int, ...]
   snapshot_bytes: int
-  snapshots_released: Mapping[str, int]
   groups_started: int
   groups_allowed: int
   groups_reserved: int
   groups_awaiting: int
-  take_wait_s: float
   reserve_wait_s: float
   trained_tokens: int
   dead_tokens: int

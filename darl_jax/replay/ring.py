@@ -47,15 +47,15 @@ from darl_jax.replay.accounting import (
 )
 
 
-class RingFailed(RuntimeError):  # noqa: N818
+class RingFailed(RuntimeError):
   """The ring was closed with an exception, which is this one's cause."""
 
 
-class RingClosed(RuntimeError):  # noqa: N818
+class RingClosed(RuntimeError):
   """The ring was closed, and what was asked for will not come."""
 
 
-class Starved(RuntimeError):  # noqa: N818
+class Starved(RuntimeError):
   """The ring did not fill in time; the message says why and what to change."""
 
 
@@ -148,7 +148,6 @@ class Ring:
     self._version: int | None = None
     self._first_version = 0
     self._snapshots: dict[int, types.PolicySnapshot] = {}
-    self._snapshots_released: collections.Counter = collections.Counter()
 
     self._slots: dict[int, dict[ingestion.SampleId, _Record]] = {}
     self._awaiting: dict[int, list[ingestion.Sample]] = {}  # By group.
@@ -167,7 +166,6 @@ class Ring:
     self._started = 0
     self._reserved = 0
     self._wanted: list[int] = []  # The counts that consumers wait for.
-    self._take_wait_s = 0.0
     self._reserve_wait_s = 0.0
 
   # ---------------------------------------------------------------- snapshots
@@ -373,7 +371,6 @@ class Ring:
     if count < 1:
       raise ValueError(f"count = {count} must be at least 1.")
     with self._condition:
-      start = time.monotonic()
       self._wanted.append(count)
       try:
         if self._held() < count:
@@ -382,7 +379,6 @@ class Ring:
         enough = self._wait_until(lambda: self._held() >= count, timeout_s)
       finally:
         self._wanted.remove(count)
-        self._take_wait_s += time.monotonic() - start
       if enough:
         return self._pool()
       if self._closed:
@@ -468,16 +464,6 @@ class Ring:
     """
     self._raise_if_failed()
 
-  @property
-  def closed(self) -> bool:
-    """Whether ``close`` was called."""
-    return self._closed
-
-  @property
-  def failed(self) -> bool:
-    """Whether it was called with an error."""
-    return self._error is not None
-
   def accounting(self) -> Accounting:
     """The accounts, all of one moment.
 
@@ -514,12 +500,10 @@ class Ring:
         trajectory_bytes=self._num_bytes,
         snapshots=tuple(sorted(self._snapshots)),
         snapshot_bytes=self._snapshot_bytes(),
-        snapshots_released=dict(self._snapshots_released),
         groups_started=self._started,
         groups_allowed=self._groups_allowed(),
         groups_reserved=self._reserved,
         groups_awaiting=len(self._awaiting),
-        take_wait_s=self._take_wait_s,
         reserve_wait_s=self._reserve_wait_s,
         trained_tokens=self._trained_tokens,
         dead_tokens=self._dead_tokens_ever - self._dead_tokens_trained,
@@ -678,20 +662,15 @@ class Ring:
 
   def _release_snapshots(self) -> None:
     """Lets go of what ``push_snapshot`` says is not held."""
-
-    def release(version: int, reason: str) -> None:
-      del self._snapshots[version]
-      self._snapshots_released[reason] += 1
-
     for version in tuple(self._snapshots):
       if self._is_stale(version) and version not in self._slots:
-        release(version, "aged")
+        del self._snapshots[version]
     by_need = sorted(self._snapshots, key=lambda v: (v in self._slots, v))
     for version in by_need:
       if self._snapshot_bytes() <= self._config.snapshot_bytes:
         break
       if version != self._version:
-        release(version, "bytes")
+        del self._snapshots[version]
 
   def _pool(self) -> Pool:
     records = [

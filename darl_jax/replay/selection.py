@@ -123,13 +123,14 @@ def select(
 
     keep_best     the ceil(keep_fraction n) best matched
     reject_worst  a uniform draw from all but the floor(reject_fraction n) worst
-    random        a uniform draw                                   (a control)
-    newest        the youngest                                     (a control)
+    random        a uniform draw from all                          (a control)
+    newest        the youngest of all                              (a control)
 
   n counts the trajectories that have a metric. Ties are broken by a seeded
-  draw. Whatever the mode, none without a metric or with one above
-  ``max_metric`` is taken, and at most ``batch_size`` are: of keep_best the best
-  of them.
+  draw. keep_best and reject_worst take none above ``max_metric``, and no mode
+  takes one without a metric or more than ``batch_size``. The controls take as
+  many as reject_worst would with the same fields, whatever their metrics, so
+  that they differ from it in which samples are taken and in nothing else.
 
   Args:
     stats: [n] each.
@@ -143,17 +144,22 @@ def select(
   """
   metric = mismatch(stats, metric=config.metric)
   lot = rng.random(len(stats))
-  ranking = np.lexsort((lot, metric))
-  ranking = ranking[: np.count_nonzero(np.isfinite(metric))]
-  ranking = ranking[: _num_eligible(config, len(ranking))]
-  ranking = ranking[metric[ranking] <= config.max_metric]
+  ranked = np.lexsort((lot, metric))
+  ranked = ranked[: np.count_nonzero(np.isfinite(metric))]
+  eligible = ranked[: _num_eligible(config, len(ranked))]
+  eligible = eligible[metric[eligible] <= config.max_metric]
+  size = min(batch_size, len(eligible))
   if config.selection_mode == "keep_best":
-    return ranking[:batch_size]
-  if config.selection_mode == "newest":
-    return ranking[np.lexsort((lot[ranking], stats.age[ranking]))][:batch_size]
+    return eligible[:size]
   # Sorted, so that the draw does not depend on how they rank: among samples of
   # the current policy that is rounding noise, and differs between devices.
-  return rng.permutation(np.sort(ranking))[:batch_size]
+  eligible, everything = np.sort(eligible), np.sort(ranked)
+  if config.selection_mode == "reject_worst":
+    return rng.permutation(eligible)[:size]
+  if config.selection_mode == "random":
+    return rng.permutation(everything)[:size]
+  youngest = np.lexsort((lot[everything], stats.age[everything]))
+  return everything[youngest[:size]]
 
 
 def pool_needed(config: config_lib.ReplayConfig, min_batch: int) -> int:
@@ -171,9 +177,7 @@ def _num_eligible(config: config_lib.ReplayConfig, pool: int) -> int:
   # A fraction of a whole number may miss a whole number by a rounding error.
   if config.selection_mode == "keep_best":
     return math.ceil(config.keep_fraction * pool - 1e-9)
-  if config.selection_mode == "reject_worst":
-    return pool - math.floor(config.reject_fraction * pool + 1e-9)
-  return pool
+  return pool - math.floor(config.reject_fraction * pool + 1e-9)
 
 
 def report(

@@ -29,7 +29,7 @@ from darl_jax.rewards.verifier import parse_task
 from darl_jax.types import CORRECT, Finish, Trajectory, TrajectoryGroup
 
 # Importing a verifier's libraries takes a second or two, more on a busy host.
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = 60.0
 _START_ATTEMPTS = 3
 _MAX_ANSWERS_PER_MESSAGE = 512
 _CLOSE_LIMIT_S = 1.5
@@ -347,8 +347,12 @@ class VerifierPool:
     self._start(slot)
 
   def _start(self, slot: "_Slot") -> None:
-    """Starts a worker and waits until it is ready."""
-    for _ in range(_START_ATTEMPTS):
+    """Starts a worker and waits until it is ready.
+
+    One that dies is started anew, since memory or processes may have been
+    short; one that hangs is not, since it would hang for as long again.
+    """
+    for attempt in range(1, _START_ATTEMPTS + 1):
       slot.doing("is starting")
       with self._changed:
         self._check_not_stopped()
@@ -365,15 +369,18 @@ class VerifierPool:
         slot.worker.receive(_START_LIMIT_S)
         return
       except _TimedOutError:
-        reason = f"not ready after {_START_LIMIT_S:g} s"
+        reason, last = f"not ready after {_START_LIMIT_S:g} s", True
       except _DiedError as error:
-        reason = str(error)
+        reason, last = str(error), attempt == _START_ATTEMPTS
       slot.worker.dispose()
+      if last:
+        break
     with self._changed:
       self._check_not_stopped()
+    attempts = "1 attempt" if attempt == 1 else f"{attempt} attempts"
     raise VerifierStartError(
-      f"A worker for {self._task!r} did not start in {_START_ATTEMPTS} "
-      f"attempts; the last one: {reason}. It wrote:\n{slot.worker.stderr()}"
+      f"A worker for {self._task!r} did not start in {attempts}; the last one: "
+      f"{reason}. It wrote:\n{slot.worker.stderr()}"
     )
 
   def _report(self, error: BaseException) -> None:

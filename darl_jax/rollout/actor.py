@@ -1,5 +1,6 @@
 """The thread that generates while the learner trains."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,6 +23,7 @@ class Actor:
     engine: Engine,
     prompts: Iterator[Sequence[Prompt]],
     *,
+    exclusive: contextlib.AbstractContextManager,
     fetch: Callable[[], PolicySnapshot],
     reserve: Callable[[int, float], bool],
     deliver: Callable[[Sequence[TrajectoryGroup]], None],
@@ -32,6 +34,9 @@ class Actor:
     Args:
       engine: Generates one batch at a time.
       prompts: Batches of prompts, without end.
+      exclusive: Held while generating. Whoever else runs programs on the
+        rollout mesh holds it too: devices that meet programs with collectives
+        in different orders wait for each other for ever.
       fetch: The newest snapshot on the rollout mesh.
       reserve: Asks for room for a number of groups, waiting at most so many
         seconds; true once granted.
@@ -40,6 +45,7 @@ class Actor:
     """
     self._engine = engine
     self._prompts = prompts
+    self._exclusive = exclusive
     self._fetch = fetch
     self._reserve = reserve
     self._deliver = deliver
@@ -53,7 +59,7 @@ class Actor:
   def start(self) -> None:
     self._thread.start()
 
-  def stop(self, timeout_s: float = 30.0) -> None:
+  def stop(self, timeout_s: float = 8.0) -> None:
     """Ends the thread after the chunk that it is decoding.
 
     The batch in flight is given up: its prompts stay counted as in flight.
@@ -76,9 +82,10 @@ class Actor:
     with self._lock:
       first_group_id = self._drawn
       self._drawn += len(prompts)
-    groups, stats = self._engine.generate(
-      prompts, first_group_id=first_group_id, fetch=self._fetch_unless_stopped
-    )
+    with self._exclusive:
+      groups, stats = self._engine.generate(
+        prompts, first_group_id=first_group_id, fetch=self._fetch_unless_stopped
+      )
     self._deliver(groups)
     with self._lock:
       self._delivered += len(groups)

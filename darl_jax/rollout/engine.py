@@ -21,6 +21,9 @@ from darl_jax.types import (
   TrajectoryGroup,
 )
 
+# Folded into the run's seed: the parameters start from the bare one.
+_SAMPLING_STREAM = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerateStats:
@@ -67,7 +70,10 @@ class Engine:
     self._stop_ids = stop_ids
     self._pad_id = pad_id
     self._rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
-    self._root = jax.device_put(jax.random.key(seed), rules.replicated(mesh))
+    self._root = jax.device_put(
+      jax.random.fold_in(jax.random.key(seed), _SAMPLING_STREAM),
+      rules.replicated(mesh),
+    )
     self.decoder = Decoder(
       policy,
       samples_per_prompt=config.samples_per_prompt,

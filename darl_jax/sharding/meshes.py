@@ -77,16 +77,15 @@ def split_devices(
     max(train.size, rollout.size) if shared else train.size + rollout.size
   )
   if needed > len(devices):
-    half = max(len(devices) // 2, 1)
     raise ConfigError(
       [
         f"mesh.train (data={train.data} x fsdp={train.fsdp} x "
         f"tensor={train.tensor}) and mesh.rollout (data={rollout.data} x "
         f"tensor={rollout.tensor}) need {train.size} + {rollout.size} = "
         f"{train.size + rollout.size} devices, but {len(devices)} are "
-        f"attached. Try mesh.train.data=1, mesh.train.fsdp={half}, "
-        f"mesh.train.tensor=1, mesh.rollout.data={half}, "
-        "mesh.rollout.tensor=1."
+        # One device each: the only sizes that fit any model and any number.
+        "attached. Try mesh.train.data=1, mesh.train.fsdp=1, "
+        "mesh.train.tensor=1, mesh.rollout.data=1, mesh.rollout.tensor=1."
       ]
     )
   start = 0 if shared else train.size

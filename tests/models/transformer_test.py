@@ -314,6 +314,11 @@ class ParametersTest(parameterized.TestCase):
     query = np.asarray(params["layers"]["attention"]["query"], np.float32)
     self.assertGreater(np.abs(query[0] - query[1]).min(), 0.0)
     np.testing.assert_allclose(query.std(), 16**-0.5, rtol=0.1)
+    # What is added to the residual stream, 2 * 2 times.
+    for block, name in (("attention", "output"), ("feed_forward", "down")):
+      kernel = np.asarray(params["layers"][block][name])
+      fan_in = kernel[0].size // 16
+      np.testing.assert_allclose(kernel.std(), (fan_in * 4) ** -0.5, rtol=0.1)
     other = init(jax.random.key(1))
     self.assertFalse(np.array_equal(params["embedding"], other["embedding"]))
 

@@ -235,12 +235,37 @@ class SelectTest(parameterized.TestCase):
     }
     self.assertLen(draws, 1)
 
-  @parameterized.parameters("keep_best", "reject_worst", "random", "newest")
-  def test_max_metric_bounds_every_mode(self, mode):
+  @parameterized.parameters("keep_best", "reject_worst")
+  def test_max_metric_bounds(self, mode):
     kept = select(
       self.stats, selection_mode=mode, keep_fraction=1.0, max_metric=2.0
     )
     self.assertCountEqual(kept, [1, 3, 5])
+
+  @parameterized.product(
+    mode=["random", "newest"],
+    bound=[
+      dict(max_metric=2.0),
+      dict(reject_fraction=0.5),
+      dict(reject_fraction=0.5, max_metric=1.0),
+    ],
+  )
+  def test_controls_take_as_many_but_not_the_same(self, mode, bound):
+    fields = dict(reject_fraction=0.0) | bound
+    size = len(select(self.stats, selection_mode="reject_worst", **fields))
+    self.assertBetween(size, 1, 7)
+    drawn = [
+      select(self.stats, selection_mode=mode, seed=seed, **fields)
+      for seed in range(200)
+    ]
+    self.assertEqual({len(kept) for kept in drawn}, {size})
+    taken = {index for kept in drawn for index in kept}
+    if mode == "random":
+      self.assertLen(taken, 8)
+    else:
+      oldest = max(self.stats.age[list(taken)])
+      others = set(range(8)) - taken
+      self.assertTrue(all(self.stats.age[i] >= oldest for i in others))
 
   @parameterized.parameters("keep_best", "reject_worst", "random", "newest")
   def test_without_tokens_none_is_taken(self, mode):

@@ -22,8 +22,9 @@ from darl_jax.config import RewardsConfig
 from darl_jax.rewards import pool
 
 HOSTILE = {"verifier": "hostile:Hostile"}
-SLOW_START = HOSTILE | {"arguments": {"start_s": 1.0}}
+NO_START = HOSTILE | {"arguments": {"start_s": 600.0}}
 PATIENCE_S = 30.0  # For a busy machine; nothing here takes a tenth of it.
+PROMPTLY_S = 10.0  # What takes two seconds at most on one that is not.
 
 
 def make_config(**changes) -> RewardsConfig:
@@ -83,6 +84,13 @@ class Inbox:
     return group.failures
 
 
+def wait_until(condition) -> None:
+  deadline = time.monotonic() + PATIENCE_S
+  while not condition():
+    assert time.monotonic() < deadline, "waited in vain"
+    time.sleep(0.01)
+
+
 def children() -> list[psutil.Process]:
   return psutil.Process().children(recursive=True)
 
@@ -100,8 +108,10 @@ class PoolTest(parameterized.TestCase):
     super().tearDown()
     left = [c for c in children() if c.pid not in self.before]
     self.assertEqual(left, [], "a test left child processes")
-    threads = [t.name for t in threading.enumerate()]
-    self.assertEmpty([name for name in threads if "verifier" in name])
+    for thread in threading.enumerate():
+      if "verifier" in thread.name:
+        thread.join(PATIENCE_S)
+        self.assertFalse(thread.is_alive(), thread.name)
 
   @contextlib.contextmanager
   def pool(self, *, task=HOSTILE, deliver=None, **changes):
@@ -146,26 +156,27 @@ class PoolTest(parameterized.TestCase):
 
   @parameterized.parameters("sleep 600", "spin")
   def test_a_hang_is_killed_and_the_rest_is_scored(self, order):
-    start = time.monotonic()
     metrics = self.score(
-      "score 1", order, "score 0", order, "score 1", time_limit_s=0.5
+      "score 1", order, "score 0", order, "score 1", time_limit_s=1.0
     )
-    self.assertLess(time.monotonic() - start, 10)
     self.assertEqual(self.inbox.rewards(), [1.0, None, 0.0, None, 1.0])
     self.assertEqual(
       self.inbox.failures(), (None, "timeout", None, "timeout", None)
     )
     self.assertEqual(metrics["timeouts"], 2)
     self.assertEqual(metrics["restarts"], 2)
-    self.assertGreaterEqual(metrics["seconds"], 1.0)
+    self.assertGreaterEqual(metrics["seconds"], 2.0)
 
   def test_the_limit_is_for_one_answer(self):
-    self.score(*["sleep 0.2"] * 5, time_limit_s=0.6)
-    self.assertEqual(self.inbox.failures(), (None,) * 5)
+    self.score(*["sleep 0.4"] * 4, time_limit_s=1.4)
+    self.assertEqual(self.inbox.failures(), (None,) * 4)
 
   def test_starting_does_not_count_as_answering(self):
     metrics = self.score(
-      "sleep 600", "score 1", task=SLOW_START, time_limit_s=0.3
+      "sleep 600",
+      "score 1",
+      task=HOSTILE | {"arguments": {"start_s": 1.0}},
+      time_limit_s=0.8,
     )
     self.assertEqual(self.inbox.failures(), ("timeout", None))
     self.assertEqual(metrics["timeouts"], 1)
@@ -233,28 +244,28 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(environment["OMP_NUM_THREADS"], "1")
 
   def test_a_worker_that_cannot_start_fails_the_run_with_its_stderr(self):
-    start = time.monotonic()
     with self.pool(task={"verifier": "hostile:Broken"}) as verifiers:
       verifiers.submit([make_group(0, ["score 1"])])
       self.assertTrue(self.inbox.failed.wait(PATIENCE_S))
-      self.assertLess(time.monotonic() - start, 15)
       with self.assertRaisesRegex(RuntimeError, "unobtainium"):
         verifiers.join(PATIENCE_S)
       with self.assertRaisesRegex(RuntimeError, "unobtainium"):
         verifiers.submit([make_group(1, ["score 1"])])
     (error,) = self.inbox.errors
     self.assertIsInstance(error, pool.VerifierStartError)
-    self.assertRegex(str(error), "(?s)Traceback.*unobtainium")
+    self.assertRegex(str(error), "(?s)in 3 attempts.*Traceback.*unobtainium")
     self.assertEmpty(self.inbox.groups)
 
   def test_a_worker_that_never_becomes_ready_fails_the_run(self):
-    task = HOSTILE | {"arguments": {"start_s": 600}}
     with (
       mock.patch.object(pool, "_START_LIMIT_S", 0.3),
-      self.pool(task=task),
+      self.pool(task=NO_START),
     ):
       self.assertTrue(self.inbox.failed.wait(PATIENCE_S))
-    self.assertRegex(str(self.inbox.errors[0]), "not ready after 0.3 s")
+    # A hang is not tried again: a second would last as long.
+    self.assertRegex(
+      str(self.inbox.errors[0]), "in 1 attempt; .* not ready after 0.3 s"
+    )
 
   @parameterized.parameters(
     {"task": {}},
@@ -300,18 +311,18 @@ class PoolTest(parameterized.TestCase):
       verifiers.submit([make_group(3, ["score 1"])])
       verifiers.join(PATIENCE_S)
       verifiers.submit([make_group(4, ["sleep 600", "score 1"])])
-      time.sleep(0.2)
+      wait_until(lambda: "group 4" in verifiers._slots[0].activity)
       start = time.monotonic()
       with self.assertRaisesRegex(
         TimeoutError,
         r"Waited 0.5 s for .* 1 groups \(2 answers .*worker 0 scores an answer "
-        r"of group 4, prompt p4 \(for 0.\d s\)",
+        r"of group 4, prompt p4 \(for \d+\.\d s\)",
       ):
         verifiers.join(0.5)
-      self.assertBetween(time.monotonic() - start, 0.5, 2.0)
+      self.assertGreaterEqual(time.monotonic() - start, 0.5)
 
   def test_join_says_that_a_worker_is_starting(self):
-    with self.pool(task=SLOW_START) as verifiers:
+    with self.pool(task=NO_START) as verifiers:
       verifiers.submit([make_group(4, ["score 1"])])
       with self.assertRaisesRegex(TimeoutError, "worker 0 is starting"):
         verifiers.join(0.1)
@@ -331,11 +342,8 @@ class PoolTest(parameterized.TestCase):
       # And close is not held up by it.
       start = time.monotonic()
       verifiers.close()
-      self.assertLess(time.monotonic() - start, 2.5)
+      self.assertLess(time.monotonic() - start, PROMPTLY_S)
       gate.set()
-    for thread in threading.enumerate():
-      if thread.name.startswith("verifier"):
-        thread.join(PATIENCE_S)
 
   def test_join_with_nothing_to_do_returns(self):
     with self.pool() as verifiers:
@@ -350,7 +358,7 @@ class PoolTest(parameterized.TestCase):
       time.sleep(0.1)
       start = time.monotonic()
       verifiers.close()
-      self.assertLess(time.monotonic() - start, 2.0)
+      self.assertLess(time.monotonic() - start, PROMPTLY_S)
       verifiers.close()
       with self.assertRaisesRegex(RuntimeError, "closed"):
         verifiers.submit([make_group(9, ["score 1"])])
@@ -360,9 +368,9 @@ class PoolTest(parameterized.TestCase):
 
   def test_close_during_start(self):
     start = time.monotonic()
-    with self.pool(task=HOSTILE | {"arguments": {"start_s": 600}}):
+    with self.pool(task=NO_START):
       pass
-    self.assertLess(time.monotonic() - start, 3.0)
+    self.assertLess(time.monotonic() - start, PROMPTLY_S)
     self.assertEmpty(self.inbox.errors)
 
   def test_close_from_a_callback(self):
@@ -377,11 +385,11 @@ class PoolTest(parameterized.TestCase):
       self.assertTrue(done.wait(PATIENCE_S))
 
   def test_submit_does_not_wait(self):
-    with self.pool() as verifiers:
+    with self.pool(time_limit_s=600.0) as verifiers:
       groups = [make_group(i, ["sleep 600"]) for i in range(1000)]
       start = time.monotonic()
       verifiers.submit(groups)
-      self.assertLess(time.monotonic() - start, 0.5)
+      self.assertLess(time.monotonic() - start, PROMPTLY_S)
 
   def test_one_worker_delivers_in_order(self):
     with self.pool() as verifiers:
@@ -394,13 +402,13 @@ class PoolTest(parameterized.TestCase):
     with self.pool(workers=2, time_limit_s=600.0) as verifiers:
       groups = [make_group(i, ["score 1"]) for i in range(40)]
       verifiers.submit([make_group(100, ["sleep 600"])])
-      time.sleep(1.0)  # One worker has taken it.
+      wait_until(
+        lambda: any("group 100" in s.activity for s in verifiers._slots)
+      )
       verifiers.submit(groups[:1])
       verifiers.submit(groups[1:])
-      deadline = time.monotonic() + PATIENCE_S
-      while len(self.inbox.groups) < 40 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    self.assertLen(self.inbox.groups, 40)
+      wait_until(lambda: len(self.inbox.groups) == 40)
+    self.assertNotIn(100, [group.group_id for group in self.inbox.groups])
 
   def test_groups_behind_a_crash_are_all_verified(self):
     with self.pool(workers=2) as verifiers:
@@ -414,19 +422,13 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(metrics["crashes"], 6)
 
   def test_groups_behind_a_crash_need_not_wait_for_the_new_worker(self):
-    start_s = 2.0
-    task = HOSTILE | {"arguments": {"start_s": start_s}}
-    with self.pool(workers=2, task=task) as verifiers:
-      deadline = time.monotonic() + PATIENCE_S
-      while any(s.activity != "is idle" for s in verifiers._slots):
-        self.assertLess(time.monotonic(), deadline)
-        time.sleep(0.01)
+    with self.pool(workers=2) as verifiers:
+      wait_until(lambda: all(s.activity == "is idle" for s in verifiers._slots))
+      verifiers._task = NO_START  # The new one never comes.
       crash = [make_group(0, ["exit 3"])]
       rest = [make_group(i, ["score 1"]) for i in range(1, 20)]
-      start = time.monotonic()
       verifiers.submit(crash + rest)
       verifiers.join(PATIENCE_S)
-      self.assertLess(time.monotonic() - start, start_s)
     self.assertLen(self.inbox.groups, 20)
 
   def test_a_worker_that_dies_idle_blames_no_answer(self):
@@ -435,7 +437,8 @@ class PoolTest(parameterized.TestCase):
       verifiers.join(PATIENCE_S)
       pid = int(self.inbox.failures()[0].rpartition("=")[2])
       os.kill(pid, signal.SIGKILL)
-      time.sleep(0.2)
+      worker = psutil.Process(pid)
+      wait_until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
       verifiers.submit([make_group(1, ["score 1"])])
       verifiers.join(PATIENCE_S)
       self.assertEqual(verifiers.metrics()["restarts"], 1)
@@ -513,7 +516,7 @@ class PoolTest(parameterized.TestCase):
       worker = psutil.Process(int(parent.stderr.readline().rpartition("=")[2]))
       time.sleep(0.2)
       parent.kill()
-      gone, _ = psutil.wait_procs([worker], timeout=5)
+      gone, _ = psutil.wait_procs([worker], timeout=PATIENCE_S)
       self.assertLen(gone, 1)
 
   def test_throughput(self):
@@ -530,4 +533,4 @@ class PoolTest(parameterized.TestCase):
       "512 answers in %.3f s, %.0f a second", seconds, 512 / seconds
     )
     self.assertLen(self.inbox.groups, 65)
-    self.assertLess(seconds, 5.0)  # Only that nothing is absurd.
+    self.assertLess(seconds, PROMPTLY_S)  # Only that nothing is absurd.

@@ -1,5 +1,6 @@
 """The thread that generates: it counts, it stops, and it does not die alone."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -82,6 +83,7 @@ class _Harness:
       self.failed.set()
 
     arguments = dict(
+      exclusive=contextlib.nullcontext(),
       fetch=lambda: PolicySnapshot(0, {}),
       reserve=reserve,
       deliver=deliver,

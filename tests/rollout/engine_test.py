@@ -1,6 +1,10 @@
 """Prompts and snapshots in, trajectory groups out."""
 
 import functools
+import itertools
+import threading
+import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,6 +19,7 @@ from darl_jax.config import (
 )
 from darl_jax.models import presets
 from darl_jax.models.transformer import Policy
+from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
 from darl_jax.sharding import meshes, rules, transfer
 from darl_jax.types import Finish, PolicySnapshot, Prompt
@@ -259,6 +264,53 @@ class VersionsTest(parameterized.TestCase):
     self.assertEqual(_tokens(_generate(engine)), before)
 
 
+class PublicationInFlightTest(parameterized.TestCase):
+  """The actor takes up a version that comes while it generates."""
+
+  def test_a_trajectory_carries_two_versions(self):
+    begun, published, done = (threading.Event() for _ in range(3))
+    newest, delivered, errors = [_snapshot(0)], [], []
+    rooms = iter([True])
+
+    def fetch():
+      if begun.is_set():
+        published.wait(10.0)
+      begun.set()
+      return newest[-1]
+
+    def deliver(groups):
+      delivered.extend(groups)
+
+    def reserve(count, timeout_s):
+      if next(rooms, False):
+        return True
+      done.set()
+      time.sleep(0.01)
+      return False
+
+    actor = Actor(
+      _shared_engine(),
+      itertools.repeat(_prompts()),
+      fetch=fetch,
+      reserve=reserve,
+      deliver=deliver,
+      fail=errors.append,
+    )
+    actor.start()
+    self.assertTrue(begun.wait(30.0))
+    newest.append(_snapshot(1, seed=1))
+    published.set()
+    self.assertTrue(done.wait(60.0))
+    actor.stop()
+    self.assertEqual(errors, [])
+    self.assertEqual(actor.metrics()["rollout/swaps"], 1)
+    longer = [t for t in _trajectories(delivered) if t.num_sampled > 1]
+    self.assertGreater(len(longer), 4)
+    for trajectory in longer:
+      sampled = trajectory.policy_version[trajectory.loss_mask]
+      self.assertEqual(sampled.tolist(), [0] + [1] * (len(sampled) - 1))
+
+
 class RequestsTest(parameterized.TestCase):
   """A request is its group and sample; nothing else decides its tokens."""
 
@@ -289,6 +341,17 @@ class RequestsTest(parameterized.TestCase):
       _tokens(_generate(prompts=prompts, first_group_id=4)), _tokens(groups)
     )
     self.assertEqual(_tokens(_generate(prompts=prompts)), _tokens(groups))
+
+  def test_the_sampling_key_is_not_the_key_of_the_parameters(self):
+    engine = _shared_engine()
+    with mock.patch.object(
+      engine.decoder, "prefill", wraps=engine.decoder.prefill
+    ) as prefill:
+      _generate(engine)
+    root = jax.random.key_data(prefill.call_args.args[-1])
+    self.assertFalse(
+      np.array_equal(root, jax.random.key_data(jax.random.key(0)))
+    )
 
   @parameterized.parameters(1, 3)
   def test_copies_that_fill_the_batch_are_dropped(self, count):

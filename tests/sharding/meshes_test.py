@@ -49,7 +49,7 @@ class SplitDevicesTest(parameterized.TestCase):
     got = meshes.split_devices(_config(), jax.devices()[:2])
     self.assertFalse(got.shared)
 
-  @parameterized.parameters(1, 2, 3, 5, 8)
+  @parameterized.parameters(1, 2, 3, 5, 6, 8)
   def test_too_few(self, attached):
     with self.assertRaises(ConfigError) as caught:
       meshes.split_devices(_config((2, 4, 1), (2, 2)), jax.devices()[:attached])
@@ -61,12 +61,13 @@ class SplitDevicesTest(parameterized.TestCase):
       f"{attached} are attached",
     ):
       self.assertIn(part, problem)
-    # The advice works.
+    # The advice works, whatever the model's sizes are.
     _, advice = problem.rstrip(".").split("Try ")
     sizes = {}
     for assignment in advice.split(", "):
       name, value = assignment.split("=")
       sizes[name.removeprefix("mesh.")] = int(value)
+    self.assertEqual(set(sizes.values()), {1})
     config = _config(
       [sizes[f"train.{axis}"] for axis in meshes.TRAIN_AXES],
       [sizes[f"rollout.{axis}"] for axis in meshes.ROLLOUT_AXES],
