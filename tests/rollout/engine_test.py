@@ -291,6 +291,7 @@ class PublicationInFlightTest(parameterized.TestCase):
     actor = Actor(
       _shared_engine(),
       itertools.repeat(_prompts()),
+      exclusive=threading.Lock(),
       fetch=fetch,
       reserve=reserve,
       deliver=deliver,
