@@ -103,7 +103,7 @@ class RolloutConfig:
   Attributes:
     prompts_per_batch: Prompts generated together; also the fresh prompts that
       one learner step is worth when generation is paced.
-    samples_per_prompt: G.
+    samples_per_prompt: G; a group of one has nothing to compare with.
     max_response_tokens: R, the stop token included.
     chunk_tokens: Tokens per decode dispatch; weights are taken up between.
     temperature: Of the sampled distribution, for sampler and learner alike.
@@ -564,13 +564,13 @@ _RANGES = {
   "warm_start.batch_size": _AT_LEAST_1,
   "warm_start.learning_rate": _POSITIVE,
   "rollout.prompts_per_batch": _AT_LEAST_1,
-  "rollout.samples_per_prompt": _AT_LEAST_1,
+  "rollout.samples_per_prompt": _Range(2),
   "rollout.max_response_tokens": _AT_LEAST_1,
   "rollout.chunk_tokens": _AT_LEAST_1,
   "rollout.temperature": _POSITIVE,
   "rewards.workers": _AT_LEAST_1,
-  "rewards.time_limit_s": _POSITIVE,
-  "rewards.memory_limit_mb": _Range(512),
+  "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
+  "rewards.memory_limit_mb": _Range(512, 2**30),
   "rewards.partial_credit": _Range(0, 1),
   "replay.num_snapshots": _AT_LEAST_1,
   "replay.max_staleness": _AT_LEAST_0,
@@ -584,7 +584,7 @@ _RANGES = {
   "replay.timeout_s": _POSITIVE,
   "replay.length_alarm": _AT_LEAST_1,
   "replay.advantage_alarm": _POSITIVE,
-  "objective.reward_tolerance": _AT_LEAST_0,
+  "objective.reward_tolerance": _Range(0, 1, open_high=True),
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,
   "objective.clip_low": _FRACTION,

@@ -100,12 +100,12 @@ class Run:
     Raises:
       ConfigError: The devices, the prompts or the workdir do not fit.
     """
-    if (workdir / "config.json").exists():
-      raise ConfigError(
-        [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
-      )
     try:
-      workdir.mkdir(parents=True, exist_ok=True)
+      if (workdir / "config.json").exists():
+        raise ConfigError(
+          [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
+        )
+      self.writer = metrics.MetricsWriter(workdir)
     except OSError as error:
       raise ConfigError(
         [
@@ -177,9 +177,9 @@ class Run:
     )
     self.rewards = RewardMeter()
     self.summary = Summary()
-    self.writer = metrics.MetricsWriter(workdir)
     self.progress = metrics.Progress()
     self.state: TrainState | None = None
+    self.stopping = False
 
   def execute(self) -> dict[str, Any]:
     """The whole run: warm start, evaluation, training, evaluation.
@@ -224,7 +224,8 @@ class Run:
     updates = config.num_steps * learner.minibatches
     for line in (
       f"{config.prompts.dataset}: {len(prompts.train):,} prompts to train on, "
-      f"{len(prompts.heldout):,} held out; vocabulary "
+      f"{len(prompts.heldout):,} held out; {prompts.num_duplicates:,} "
+      f"duplicates merged, {prompts.num_too_long:,} too long; vocabulary "
       f"{prompts.tokenizer.vocab_size}, {params:,} parameters",
       f"train mesh {dict(train)}, rollout mesh {dict(rollout)}"
       + (", on one shared device" if self.meshes.shared else "")
@@ -272,6 +273,7 @@ class Run:
 
   def interrupt(self) -> None:
     """Ends the run where it waits next; callable from a signal handler."""
+    self.stopping = True
     self.ring.close(Interrupted("the run was asked to stop"))
 
   # ------------------------------------------------------------------- stages
@@ -370,7 +372,8 @@ class Run:
         if barred:
           raise Starved(barred) from error
         raise
-      self.summary.learner_waited(time.monotonic() - start)
+      finally:
+        self.summary.learner_waited(time.monotonic() - start)
       plan = self._plan(pool.entries)
       # All are dispatched before the first is waited for.
       results = [self.learner.score(params, batch) for batch in plan.batches]
@@ -555,10 +558,16 @@ class Run:
   # --------------------------------------------------------------- the end
 
   def _stop_generating(self) -> None:
-    """Ends the actor, and lets the verifier finish what was generated."""
+    """Ends the actor, and lets the verifier finish what was generated.
+
+    What it does not finish in time stays counted as awaiting verification.
+    """
     self.summary.training_ended()
     self.actor.stop()
-    self._join_verifier()
+    try:
+      self._join_verifier()
+    except TimeoutError as error:
+      self.progress.alarm(f"some samples stay unverified: {error}")
 
   def _clean_up(self, error: BaseException | None) -> BaseException | None:
     """Ends threads and processes and saves the learner's state.

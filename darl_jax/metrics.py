@@ -461,6 +461,7 @@ class Progress:
     self._reward_trend = _Trend()
     self._ring: tuple[tuple[int, int, int], ...] = ()
     self._alarms: dict[str, tuple[str, int]] = {}
+    self._reader_left = False
     self._live: rich.live.Live | None = None
     if (
       self._console.is_terminal
@@ -592,8 +593,16 @@ class Progress:
     # rich would wrap at 80 columns; a log keeps its lines whole.
     encoding = getattr(self._console.file, "encoding", None) or "utf-8"
     line = line.encode(encoding, "backslashreplace").decode(encoding)
-    self._console.file.write(line + "\n")
-    self._console.file.flush()
+    if self._reader_left:
+      return
+    try:
+      self._console.file.write(line + "\n")
+      self._console.file.flush()
+    except BrokenPipeError:
+      # Whoever read the log has gone: no reason to end a run. Nothing more may
+      # reach that pipe, or the interpreter would complain of it when it exits.
+      self._reader_left = True
+      os.dup2(os.open(os.devnull, os.O_WRONLY), self._console.file.fileno())
 
 
 def _one_line(text: str) -> str:

@@ -191,7 +191,10 @@ def batches(
         "prompts.num_items."
       ]
     )
-  order = grain.MapDataset.source(list(prompts)).seed(seed).shuffle().repeat()
+  # Endless for any run; grain's own endless length overflows in batches of 1.
+  epochs = 2**40 // len(prompts)
+  order = grain.MapDataset.source(list(prompts)).seed(seed).shuffle()
+  order = order.repeat(epochs)
   # No threads: a batch is a list of prompts that are in memory already.
   options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return iter(order.batch(batch_size, batch_fn=list).to_iter_dataset(options))
@@ -220,7 +223,16 @@ def _draw(config: PromptsConfig, *, seed: int) -> list[dict[str, Any]]:
       # list_functions draws from Python's global generator; the verifier
       # seeds it the same way before it draws this item again.
       random.seed(index)
-      items.append(dataset[index])
+      try:
+        items.append(dataset[index])
+      except Exception as error:  # Each generator fails in its own way.
+        raise ConfigError(
+          [
+            f"prompts.params = {json.dumps(dict(config.params))!r}: "
+            f"{config.dataset} fails to generate item {index}: "
+            f"{type(error).__name__}: {error}. Try '{{}}', its defaults."
+          ]
+        ) from error
   return items
 
 
