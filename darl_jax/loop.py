@@ -100,19 +100,6 @@ class Run:
     Raises:
       ConfigError: The devices, the prompts or the workdir do not fit.
     """
-    try:
-      if (workdir / "config.json").exists():
-        raise ConfigError(
-          [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
-        )
-      self.writer = metrics.MetricsWriter(workdir)
-    except OSError as error:
-      raise ConfigError(
-        [
-          f"workdir = {workdir} is no folder to write to: {error.strerror}. "
-          f"Try --workdir=runs/{workdir.name}."
-        ]
-      ) from error
     self.config = config
     self.workdir = workdir
     self.meshes = meshes.split_devices(config.mesh)
@@ -169,6 +156,7 @@ class Run:
       self.prompts.heldout,
       **engine_arguments,
     )
+    self.writer = _open_workdir(workdir)
     self.verifier = VerifierPool(
       config.rewards,
       task=dataset.verifier_task(config.prompts, seed=config.seed),
@@ -616,6 +604,27 @@ class Run:
       f"{metrics.CURVE_FILE}"
     )
     return summary
+
+
+def _open_workdir(workdir: pathlib.Path) -> metrics.MetricsWriter:
+  """Creates the run's folder and the files that grow with it.
+
+  Raises:
+    ConfigError: It holds a run, or cannot be written to.
+  """
+  try:
+    if (workdir / "config.json").exists():
+      raise ConfigError(
+        [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
+      )
+    return metrics.MetricsWriter(workdir)
+  except OSError as error:
+    raise ConfigError(
+      [
+        f"workdir = {workdir} is no folder to write to: {error.strerror}. "
+        f"Try --workdir=runs/{workdir.name}."
+      ]
+    ) from error
 
 
 def _prompt_problems(

@@ -28,7 +28,9 @@ def define_and_parse_flags(argv: list[str]) -> list[str]:
     list(flags.FLAGS.config)  # A file that did not load raises when it is read.
   except Exception as error:  # A config file is a program: it may raise any.
     said = error.args[-1] if error.args else type(error).__name__
-    print(f"ConfigError: {' '.join(argv[1:])}: {said}", file=sys.stderr)
+    if isinstance(error, (AttributeError, KeyError)):
+      said = f"no such field: {said}"
+    print(f"ConfigError: {said} (in: {' '.join(argv[1:])})", file=sys.stderr)
     sys.exit(2)
   return rest
 
