@@ -1,6 +1,6 @@
 """How much of generation and training overlaps: asynchronous over synchronous.
 
-  python bench/overlap.py [--steps=80]
+  python bench/overlap.py [--steps=60]
 
 Runs the same steps synchronously (sync_grpo) and asynchronously (async_grpo),
 side by side in one process, with and without a delay injected into generation.
@@ -12,6 +12,7 @@ one JSON line; the first steps, which compile, are left out of the times.
 
 import argparse
 import contextlib
+import itertools
 import json
 import pathlib
 import sys
@@ -31,15 +32,18 @@ _WARM_UP_STEPS = 8
 _SIGMA = 0.8
 
 
-def make_delayed_engine(mean_s: float, seed: int = 0):
-  """An engine class whose batches take ``mean_s`` seconds longer on average."""
-  rng = np.random.default_rng(seed)
+def make_delayed_engine(mean_s: float, *, batches: int, seed: int = 0):
+  """An engine class whose batches take ``mean_s`` seconds longer on average.
+
+  The same long-tailed delays for every run, scaled to have that mean exactly.
+  """
+  delays = np.random.default_rng(seed).lognormal(sigma=_SIGMA, size=batches)
+  delays = itertools.cycle(delays * mean_s / delays.mean())
 
   class DelayedEngine(Engine):
     def generate(self, prompts, **kwargs):
       generated = super().generate(prompts, **kwargs)
-      if mean_s:
-        time.sleep(mean_s * rng.lognormal(-(_SIGMA**2) / 2, _SIGMA))
+      time.sleep(next(delays))
       return generated
 
   return DelayedEngine
@@ -60,8 +64,14 @@ def run_config(module, *, steps: int) -> config_lib.RunConfig:
   config.rollout.prompts_per_batch = samples // 64
   config.rewards.partial_credit = 1.0
   config.learner.batch_size = samples
-  config.replay.min_batch = samples
-  config.replay.max_staleness = min(config.replay.max_staleness, 4)
+  # A few samples of a batch have no advantage. Were more needed than a batch
+  # has, the learner would end up waiting for two batches at each step.
+  config.replay.min_batch = samples * 3 // 4
+  # Rows to spare make the learner's step long: on two cores what generation
+  # computes must be small beside it, or both want the same core.
+  config.learner.rows = 384
+  if config.replay.max_staleness:
+    config.replay.max_staleness, config.replay.num_snapshots = 8, 9
   return config_lib.parse(config)
 
 
@@ -72,7 +82,7 @@ def measure(module, *, steps: int, delay_s: float) -> dict[str, float]:
     run = Run(
       run_config(module, steps=steps),
       workdir,
-      make_engine=make_delayed_engine(delay_s),
+      make_engine=make_delayed_engine(delay_s, batches=steps),
     )
     with contextlib.redirect_stdout(sys.stderr):  # The run's own display.
       summary = run.execute()
@@ -101,7 +111,7 @@ def measure(module, *, steps: int, delay_s: float) -> dict[str, float]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--steps", type=int, default=80)
+  parser.add_argument("--steps", type=int, default=60)
   steps = parser.parse_args().steps
   if steps <= _WARM_UP_STEPS:
     parser.error(f"--steps must be above {_WARM_UP_STEPS}")
