@@ -25,6 +25,9 @@ def get_config() -> config_dict.ConfigDict:
       num_items=20_000,
       heldout_fraction=0.15,
       max_tokens=8,
+      instruction="{question}",
+      tokenizer="",
+      system="",
       vocab_size=320,
     )
   )

@@ -4,7 +4,7 @@ import pathlib
 
 import orbax.checkpoint as ocp
 
-from darl_jax.types import TrainState
+from darl_jax.types import Params, TrainState
 
 
 def save(directory: pathlib.Path, state: TrainState) -> pathlib.Path:
@@ -34,6 +34,36 @@ def restore(path: pathlib.Path, like: TrainState) -> TrainState:
   with ocp.StandardCheckpointer() as checkpointer:
     tree = checkpointer.restore(path.absolute(), _tree(like))
   return TrainState(**tree)
+
+
+def restore_params(path: pathlib.Path, like: Params) -> Params:
+  """Reads the parameters alone, a third of what a checkpoint holds.
+
+  Args:
+    path: A folder that ``save`` returned.
+    like: ``jax.ShapeDtypeStruct`` with shardings.
+
+  Raises:
+    ValueError: The checkpoint's parameters have other names or shapes.
+  """
+  item = {"params": like}
+  arguments = ocp.args.PyTreeRestore(
+    item=item,
+    restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+    partial_restore=True,
+  )
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    return checkpointer.restore(path.absolute(), args=arguments)["params"]
+
+
+def newest(directory: pathlib.Path) -> pathlib.Path | None:
+  """The folder that ``save`` completed for the greatest step; None if none."""
+  complete = (
+    path
+    for path in directory.glob("step_*")
+    if path.name.removeprefix("step_").isdigit()
+  )
+  return max(complete, default=None, key=lambda path: int(path.name[5:]))
 
 
 def _tree(state: TrainState) -> dict:

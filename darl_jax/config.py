@@ -15,14 +15,17 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+# Unlike a str field, which must name something, it may be "".
+Text = typing.NewType("Text", str)
+
 
 class ConfigError(Exception):
   """Everything that is wrong with a config, as one message."""
 
-  def __init__(self, problems: Sequence[str]):
+  def __init__(self, problems: Sequence[str], *, place: str = "the config"):
     self.problems = tuple(problems)
     plural = "problem" if len(problems) == 1 else "problems"
-    lines = [f"{len(problems)} {plural} in the config:"]
+    lines = [f"{len(problems)} {plural} in {place}:"]
     lines += [f"  * {problem}" for problem in problems]
     super().__init__("\n".join(lines))
 
@@ -37,6 +40,10 @@ class PromptsConfig:
     num_items: Items drawn from the generator before equal questions merge.
     heldout_fraction: Share of distinct questions never trained on.
     max_tokens: Longer prompts are dropped, and counted.
+    instruction: The text that asks a question, with "{question}" in its place.
+    tokenizer: A published model's folder or .gguf file, which ask through its
+      chat template; "" trains one on the task's text.
+    system: The template's system message; "" leaves it to the template.
     vocab_size: Upper bound for the tokenizer trained on the task's text.
   """
 
@@ -45,6 +52,9 @@ class PromptsConfig:
   num_items: int
   heldout_fraction: float
   max_tokens: int
+  instruction: str
+  tokenizer: Text
+  system: Text
   vocab_size: int
 
 
@@ -53,14 +63,33 @@ class ModelConfig:
   """The decoder's shape; ``models/presets.py`` has named ones.
 
   Attributes:
+    mlp_dim: Width of each layer's SwiGLU; unused with experts.
     rope_theta: Base of the rotary frequencies.
+    rope_scaling_factor: Low rotary frequencies are divided by it (Llama 3.1);
+      1 leaves all as they are, and then the next three mean nothing.
+    rope_low_frequency_factor: Frequencies that turn less often than this in
+      the original context are divided in full.
+    rope_high_frequency_factor: Those that turn more often than this are kept;
+      what lies between is interpolated.
+    rope_original_context: Tokens of the context before it was stretched.
+    context_tokens: Longest sequence that the model is made for; no trajectory
+      may be longer.
     norm_eps: Added to the mean square in RMSNorm.
     tie_embeddings: Use the embedding as the output projection.
     qkv_bias: Biases on query, key and value projections (Qwen2).
     qk_norm: RMSNorm on each query and key head (Qwen3).
+    num_experts: E, SwiGLUs of each layer among which a router chooses (Qwen3
+      MoE); 0 has one, and then the next three mean nothing.
+    experts_per_token: Experts chosen for a token.
+    expert_mlp_dim: Width of an expert.
+    normalize_expert_weights: The chosen experts' probabilities are divided by
+      their sum.
     compute_dtype: Dtype of the learner's activations and matmul operands;
       its parameters, reductions, norms and log-probs are always float32.
-    remat: Recompute each layer in the backward pass instead of storing it.
+    remat: What the backward pass computes again instead of reading it from
+      memory: nothing, all of a layer but its attention, or all of a layer.
+    vocab_size: V, rows of the embedding; 0 takes the tokenizer's, and a model
+      may have more.
   """
 
   num_layers: int
@@ -70,12 +99,22 @@ class ModelConfig:
   num_kv_heads: int
   head_dim: int
   rope_theta: float
+  rope_scaling_factor: float
+  rope_low_frequency_factor: float
+  rope_high_frequency_factor: float
+  rope_original_context: int
+  context_tokens: int
   norm_eps: float
   tie_embeddings: bool
   qkv_bias: bool
   qk_norm: bool
+  num_experts: int
+  experts_per_token: int
+  expert_mlp_dim: int
+  normalize_expert_weights: bool
   compute_dtype: Literal["float32", "bfloat16"]
-  remat: bool
+  remat: Literal["none", "attention", "layer"]
+  vocab_size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,6 +515,10 @@ def _parse_value(hint: Any, value: Any) -> Any:
     if math.isnan(number):
       raise ValueError("is not a number. Try 1.0.")
     return number
+  if hint is Text:
+    if not isinstance(value, str):
+      raise ValueError("is not text. Try ''.")
+    return value
   if hint is str:
     if not isinstance(value, str) or not value:
       raise ValueError("is not a name. Try 'chain_sum'.")
@@ -558,7 +601,16 @@ _RANGES = {
   "model.num_kv_heads": _AT_LEAST_1,
   "model.head_dim": _Range(2),
   "model.rope_theta": _POSITIVE,
+  "model.rope_scaling_factor": _AT_LEAST_1,
+  "model.rope_low_frequency_factor": _POSITIVE,
+  "model.rope_high_frequency_factor": _POSITIVE,
+  "model.rope_original_context": _AT_LEAST_1,
+  "model.context_tokens": _Range(2),
   "model.norm_eps": _POSITIVE,
+  "model.num_experts": _AT_LEAST_0,
+  "model.experts_per_token": _AT_LEAST_0,
+  "model.expert_mlp_dim": _AT_LEAST_0,
+  "model.vocab_size": _AT_LEAST_0,
   "warm_start.steps": _AT_LEAST_0,
   "warm_start.target_accuracy": _FRACTION,
   "warm_start.batch_size": _AT_LEAST_1,
@@ -629,6 +681,22 @@ def _split_problems(
     f"{name} = {value} do not split over {over} = {parts}. "
     + (f"Nearest that do: {below}, {above}." if below else f"Try {above}.")
   ]
+
+
+def _check_prompts(c: Any) -> list[str]:
+  problems = []
+  if "{question}" not in c.prompts.instruction:
+    problems.append(
+      f"prompts.instruction = {_shown(c.prompts.instruction)} does not ask the "
+      "question. Try prompts.instruction='{question}'."
+    )
+  if c.prompts.system and not c.prompts.tokenizer:
+    problems.append(
+      f"prompts.system = {_shown(c.prompts.system)} has no place without a "
+      "chat template. Try prompts.system='', or a published model's folder as "
+      "prompts.tokenizer."
+    )
+  return problems
 
 
 def _check_batch(c: Any) -> list[str]:
@@ -733,13 +801,68 @@ def _check_head_dim(c: Any) -> list[str]:
   ]
 
 
+def _check_rope_scaling(c: Any) -> list[str]:
+  low = c.model.rope_low_frequency_factor
+  high = c.model.rope_high_frequency_factor
+  if c.model.rope_scaling_factor == 1 or low < high:
+    return []
+  return [
+    f"model.rope_low_frequency_factor = {low:g} is not below "
+    f"model.rope_high_frequency_factor = {high:g}. Try "
+    f"model.rope_low_frequency_factor={high / 4:g}."
+  ]
+
+
+def _check_context(c: Any) -> list[str]:
+  longest = c.prompts.max_tokens + c.rollout.max_response_tokens
+  context = c.model.context_tokens
+  if longest <= context:
+    return []
+  shorter = context - c.prompts.max_tokens
+  return [
+    f"prompts.max_tokens + rollout.max_response_tokens = {longest} is more "
+    f"than model.context_tokens = {context}. Try "
+    + (
+      f"rollout.max_response_tokens={shorter}."
+      if shorter > 0
+      else f"model.context_tokens={longest}."
+    )
+  ]
+
+
+def _check_experts(c: Any) -> list[str]:
+  model, problems = c.model, []
+  if not model.num_experts:
+    return []
+  if not 1 <= model.experts_per_token <= model.num_experts:
+    near = min(max(model.experts_per_token, 1), model.num_experts)
+    problems.append(
+      f"model.experts_per_token = {model.experts_per_token} is not between 1 "
+      f"and model.num_experts = {model.num_experts}. Try "
+      f"model.experts_per_token={near}."
+    )
+  if model.expert_mlp_dim < 1:
+    problems.append(
+      f"model.expert_mlp_dim = {model.expert_mlp_dim} leaves "
+      f"model.num_experts = {model.num_experts} experts no width. Try "
+      f"model.expert_mlp_dim={model.mlp_dim}."
+    )
+  return problems
+
+
 def _check_tensor_split(c: Any) -> list[str]:
   problems = []
   for mesh, tensor in (
     ("train", c.mesh.train.tensor),
     ("rollout", c.mesh.rollout.tensor),
   ):
-    for name in ("num_heads", "num_kv_heads", "mlp_dim"):
+    names = ["num_heads", "num_kv_heads"]
+    if not c.model.num_experts:
+      names.append("mlp_dim")
+    elif c.model.num_experts % tensor:
+      # Experts that cannot be dealt out are each cut instead.
+      names.append("expert_mlp_dim")
+    for name in names:
       size = getattr(c.model, name)
       if size % tensor:
         problems.append(
@@ -798,6 +921,7 @@ def _check_warmup(c: Any) -> list[str]:
 
 
 _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
+  _check_prompts,
   _check_batch,
   _check_rows,
   _check_score_rows,
@@ -807,6 +931,9 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_rollout_split,
   _check_heads,
   _check_head_dim,
+  _check_rope_scaling,
+  _check_context,
+  _check_experts,
   _check_tensor_split,
   _check_fsdp_split,
   _check_synchronous,

@@ -10,9 +10,6 @@ from darl_jax.models.transformer import Policy
 from darl_jax.rollout.engine import Engine
 from darl_jax.types import CORRECT, PolicySnapshot, Prompt, TrajectoryGroup
 
-# Prompts decoded together at most: bounds the cache, not the evaluation.
-_MAX_BATCH = 512
-
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -59,9 +56,12 @@ class Evaluator:
     """
     self._prompts = prompts[: config.evaluate.num_prompts]
     data = config.mesh.rollout.data
-    batch = -(-min(len(self._prompts), _MAX_BATCH) // data) * data
+    # No more sequences at a time than the training rollouts have room for.
+    rollout = config.rollout
+    most = rollout.prompts_per_batch * rollout.samples_per_prompt
+    batch = -(-min(len(self._prompts), most) // data) * data
     greedy = dataclasses.replace(
-      config.rollout,
+      rollout,
       prompts_per_batch=batch,
       samples_per_prompt=1,
       temperature=0.0,

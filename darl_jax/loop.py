@@ -107,7 +107,10 @@ class Run:
     if problems := _prompt_problems(config, self.prompts):
       raise ConfigError(problems)
     tokenizer = self.prompts.tokenizer
-    self.policy = Policy(config.model, vocab_size=tokenizer.vocab_size)
+    self.policy = Policy(
+      config.model,
+      vocab_size=config.model.vocab_size or tokenizer.vocab_size,
+    )
     self.learner = Learner(
       self.policy,
       config.learner,
@@ -115,6 +118,7 @@ class Run:
       mesh=self.meshes.train,
       temperature=config.rollout.temperature,
       num_steps=config.num_steps,
+      publish_dtype=jnp.dtype(config.rollout.dtype),
     )
     self.ring = Ring(
       config.replay,
@@ -296,8 +300,9 @@ class Run:
 
   def _publish(self, *, version: int) -> None:
     """Gives the ring its own copy of the parameters, which nothing donates."""
-    params = self.state.params
-    self.ring.push_snapshot(transfer.to_host(params, version=version))
+    self.ring.push_snapshot(
+      self.learner.snapshot(self.state.params, version=version)
+    )
 
   def _newest_on_rollout_mesh(self) -> PolicySnapshot:
     """The ring's newest snapshot, moved when it is a new one."""
@@ -646,6 +651,12 @@ def _prompt_problems(
       f"warm_start.steps = {config.warm_start.steps}, but "
       f"{config.prompts.dataset} has no reference answers. Try "
       "warm_start.steps=0."
+    )
+  rows, needed = config.model.vocab_size, prompts.tokenizer.vocab_size
+  if 0 < rows < needed:
+    problems.append(
+      f"model.vocab_size = {rows} has no row for some of the tokenizer's "
+      f"{needed} tokens. Try model.vocab_size={needed}, or 0 to follow it."
     )
   if config.evaluate.num_prompts > len(prompts.heldout):
     problems.append(

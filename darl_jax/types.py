@@ -29,9 +29,20 @@ import numpy as np
 
 Params = Any  # A pytree of arrays.
 
+# Shorter trajectories cannot be: one token of prompt, one sampled.
+MIN_TRAJECTORY_TOKENS = 2
+# Trajectories that share a packed row, at most: one for each lane of a TPU's
+# vector registers, so that a row's moments are one register wide.
+_MAX_ROW_SEGMENTS = 128
+
 # An answer is right from this score on: verifiers pay partial credit below it,
 # and some compare floats.
 CORRECT = 0.99
+
+
+def row_segments(row_tokens: int) -> int:
+  """Most trajectories of a packed row: the static size of its moments."""
+  return min(row_tokens // MIN_TRAJECTORY_TOKENS, _MAX_ROW_SEGMENTS)
 
 
 class Finish(enum.Enum):
@@ -153,6 +164,16 @@ class ScoreBatch:
   behavior_entropy: jax.Array
   advantages: jax.Array
 
+  @classmethod
+  def abstract(cls, shape: tuple[int, int]) -> "ScoreBatch":
+    """The shapes and dtypes of a batch [B, T]."""
+    return cls(
+      **{
+        field.name: _abstract(field.name, shape)
+        for field in dataclasses.fields(cls)
+      }
+    )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +212,28 @@ class Batch:
   clip_low: jax.Array
   clip_high: jax.Array
   versions: jax.Array
+
+  @classmethod
+  def abstract(
+    cls, shape: tuple[int, int, int, int], *, max_versions: int
+  ) -> "Batch":
+    """The shapes and dtypes of a batch [minibatches, microbatches, B, T]."""
+    table = ("clip_low", "clip_high", "versions")
+    return cls(
+      **{
+        field.name: _abstract(
+          field.name, (max_versions,) if field.name in table else shape
+        )
+        for field in dataclasses.fields(cls)
+      }
+    )
+
+
+def _abstract(field: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+  """One field of a batch; what is neither an id nor a mask is float32."""
+  ids = ("tokens", "positions", "segment_ids", "behavior_index", "versions")
+  dtype = np.int32 if field in ids else np.float32
+  return jax.ShapeDtypeStruct(shape, bool if field == "loss_mask" else dtype)
 
 
 @jax.tree_util.register_dataclass

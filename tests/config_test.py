@@ -212,10 +212,14 @@ class FieldsTest(parameterized.TestCase):
     ("rollout.temperature", None, "is not a number"),
     ("rollout.temperature", math.nan, "is not a number"),
     ("rollout.temperature", 10**400, "is too large a number"),
-    ("model.remat", 1, "is not true or false"),
-    ("model.remat", "True", "is not true or false"),
+    ("model.remat", True, "is not one of none, attention, layer"),
+    ("model.tie_embeddings", 1, "is not true or false"),
+    ("model.tie_embeddings", "True", "is not true or false"),
     ("prompts.dataset", "", "is not a name"),
     ("prompts.dataset", None, "is not a name"),
+    ("prompts.instruction", "", "is not a name"),
+    ("prompts.tokenizer", None, "is not text"),
+    ("prompts.system", 3, "is not text"),
     ("replay.metric", "varience", "Try 'variance'."),
     ("replay.metric", 3, "is not one of variance, second_moment"),
     ("model.compute_dtype", "float16", "is not one of float32, bfloat16"),
@@ -252,6 +256,8 @@ class RangesTest(parameterized.TestCase):
     ("objective.dual_clip", 1.0, "must be above 1."),
     ("objective.weight_cap", 0.5, "must be at least 1. Try 1."),
     ("replay.max_metric", -math.inf, "Try 1."),
+    ("model.rope_scaling_factor", 0.5, "Try 1."),
+    ("model.num_experts", -1, "Try 0."),
   )
   def test_out_of_range(self, name, value, words):
     if words is None:  # Absurd, but a number in range.
@@ -321,6 +327,8 @@ COMBINATIONS = (
     "warm_start.batch_size",
     8,
   ),
+  (dict(prompts__instruction="?"), "prompts.instruction", "{question}"),
+  (dict(prompts__system="Be kind."), "prompts.system", ""),
   (dict(learner__row_tokens=17), "learner.row_tokens", 18),
   (
     dict(rollout__prompts_per_batch=66, mesh__rollout__data=4),
@@ -329,6 +337,43 @@ COMBINATIONS = (
   ),
   (dict(model__num_kv_heads=3), "model.num_kv_heads", 1),
   (dict(model__head_dim=15), "model.head_dim", 16),
+  (
+    dict(model__rope_scaling_factor=8.0, model__rope_low_frequency_factor=4.0),
+    "model.rope_low_frequency_factor",
+    1,
+  ),
+  (dict(model__context_tokens=17), "rollout.max_response_tokens", 5),
+  (dict(model__context_tokens=12), "model.context_tokens", 18),
+  (
+    dict(
+      model__num_experts=4,
+      model__experts_per_token=5,
+      model__expert_mlp_dim=8,
+    ),
+    "model.experts_per_token",
+    4,
+  ),
+  (
+    dict(model__num_experts=4, model__expert_mlp_dim=8),
+    "model.experts_per_token",
+    1,
+  ),
+  (
+    dict(model__num_experts=4, model__experts_per_token=2),
+    "model.expert_mlp_dim",
+    192,
+  ),
+  # Neither the experts nor their width: 9 experts of width 15 over 2.
+  (
+    dict(
+      model__num_experts=9,
+      model__experts_per_token=2,
+      model__expert_mlp_dim=15,
+      mesh__train__tensor=2,
+    ),
+    "mesh.train.tensor",
+    1,
+  ),
   (dict(mesh__train__tensor=4), "mesh.train.tensor", 2),
   (dict(mesh__rollout__tensor=4), "mesh.rollout.tensor", 2),
   (
@@ -351,8 +396,24 @@ class CrossFieldTest(parameterized.TestCase):
   def test_refused_with_advice_that_works(self, changes, field, advised):
     found = [p for p in problems(plain(**changes)) if field in p]
     advice = " ".join(re.split("Try|Nearest", p, maxsplit=1)[1] for p in found)
-    self.assertIn(f"{advised:g}", re.findall(r"[\d.e-]*\d", advice))
+    if isinstance(advised, str):
+      self.assertIn(f"{field}={advised!r}", advice)
+    else:
+      self.assertIn(f"{advised:g}", re.findall(r"[\d.e-]*\d", advice))
     config_lib.parse(plain(**{**changes, field.replace(".", "__"): advised}))
+
+  @parameterized.parameters((9, 16, 15), (8, 15, 15))
+  def test_experts_dealt_out_or_cut(self, count, width, mlp_dim):
+    config_lib.parse(
+      plain(
+        model__num_experts=count,
+        model__experts_per_token=2,
+        model__expert_mlp_dim=width,
+        model__mlp_dim=mlp_dim,  # Unused with experts.
+        mesh__train__tensor=2,
+        mesh__rollout__tensor=2,
+      )
+    )
 
   def test_every_check_can_fail(self):
     for check in config_lib._CROSS_FIELD_CHECKS:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pathlib
 import runpy
-from unittest import mock
 
 import jax
 import numpy as np
@@ -24,9 +23,13 @@ PROMPTS = tuple(
 )
 
 
-def make_config(*, num_prompts: int, data: int = 1) -> config.RunConfig:
+def make_config(
+  *, num_prompts: int, data: int = 1, most: int = 64
+) -> config.RunConfig:
   fields = get_config()
-  fields.rollout.prompts_per_batch = 4 * data
+  fields.rollout.samples_per_prompt = 2
+  # Room for so many sequences, of any prompts.
+  fields.rollout.prompts_per_batch = max(most // (2 * data), 1) * data
   fields.mesh.rollout.data = data
   fields.evaluate.num_prompts = num_prompts
   return config.parse(fields)
@@ -34,7 +37,7 @@ def make_config(*, num_prompts: int, data: int = 1) -> config.RunConfig:
 
 @functools.cache
 def answers(
-  *, num_prompts: int, data: int = 1, most: int = 512
+  *, num_prompts: int, data: int = 1, most: int = 64
 ) -> evaluate.Evaluation:
   """An evaluation in which answer i scores i / 4, and every fifth fails."""
 
@@ -53,7 +56,7 @@ def answers(
       for group in groups
     ]
 
-  run_config = make_config(num_prompts=num_prompts, data=data)
+  run_config = make_config(num_prompts=num_prompts, data=data, most=most)
   policy = Policy(run_config.model, vocab_size=64)
   mesh = meshes.split_devices(run_config.mesh).rollout
   params = policy.init(jax.random.key(3))
@@ -61,17 +64,16 @@ def answers(
     policy.logical_axes, params, mesh=mesh, rules=rules.ROLLOUT_RULES
   )
   snapshot = PolicySnapshot(7, jax.device_put(params, shardings))
-  with mock.patch.object(evaluate, "_MAX_BATCH", most):
-    evaluator = evaluate.Evaluator(
-      policy,
-      run_config,
-      PROMPTS,
-      mesh=mesh,
-      max_prompt_tokens=8,
-      stop_ids=(2,),
-      pad_id=0,
-      seed=0,
-    )
+  evaluator = evaluate.Evaluator(
+    policy,
+    run_config,
+    PROMPTS,
+    mesh=mesh,
+    max_prompt_tokens=8,
+    stop_ids=(2,),
+    pad_id=0,
+    seed=0,
+  )
   return evaluator.judge(verify(evaluator.answer(snapshot)))
 
 
@@ -106,9 +108,9 @@ class EvaluatorTest(parameterized.TestCase):
     self.assertLen(answers(num_prompts=100).groups, len(PROMPTS))
 
   @parameterized.parameters(
-    dict(most=3),  # Batches of 3, 3 and 1.
+    dict(most=2),  # Batches of 2, 2, 2 and 1.
     dict(data=4),  # One row more than there are prompts.
-    dict(data=4, most=3),  # Of 4 and 3.
+    dict(data=4, most=4),  # 8 at a time, and fewer are asked.
   )
   def test_batches_do_not_change_the_answers(self, **split):
     whole, parts = answers(num_prompts=7), answers(num_prompts=7, **split)

@@ -223,3 +223,24 @@ class RunTest(parameterized.TestCase):
     summary = summary_of(self.workdir)
     self.assertEqual(summary["status"], "failed")
     self.assertIn("the grader is not installed", summary["error"])
+
+  def test_asked_twice_it_ends_at_once(self):
+    process = self._start(
+      "num_steps=100000",
+      "warm_start.steps=60",
+      "replay.min_batch=1",
+      "evaluate.every=100000",
+    )
+    self._wait_for(process, "metrics.jsonl", '"step": 3,')
+    family = psutil.Process(process.pid).children(recursive=True)
+    # Both are pending together: Python handles the lower number first.
+    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    status, _, stderr = finish(process, ENDS_WITHIN_S)
+    self.assertEqual(status, 128 + signal.SIGTERM, stderr)
+    self.assertNotIn("Traceback", stderr)
+    self.assertFalse((self.workdir / "summary.json").exists())
+    _, alive = psutil.wait_procs(family, timeout=5.0)
+    self.assertEmpty(alive)

@@ -18,7 +18,7 @@ LAYERS = (
   ("kernels", "objectives"),
   ("sharding", "models"),
   ("prompts", "rollout", "rewards", "replay", "learner"),
-  ("checkpoint", "metrics", "evaluate", "summary"),
+  ("checkpoint", "metrics", "evaluate", "summary", "planner"),
   ("loop",),
 )
 STAGES = LAYERS[3]

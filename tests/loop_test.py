@@ -349,6 +349,26 @@ class ConfigsTest(parameterized.TestCase):
         )
       )
 
+  def test_what_only_the_prompts_can_tell_is_told_at_once(self):
+    with self.assertRaises(config.ConfigError) as caught:
+      execute(
+        make_config(
+          sync_grpo,
+          rollout__max_response_tokens=1,
+          evaluate__num_prompts=10_000,
+          model__vocab_size=7,
+        )
+      )
+    one, two, three = sorted(caught.exception.problems)
+    self.assertRegex(one, "evaluate.num_prompts = 10000, but only .* held out")
+    self.assertRegex(two, "model.vocab_size = 7 has no row for .* Try .*=2..")
+    self.assertRegex(three, "max_response_tokens = 1 cuts reference answers")
+
+  def test_a_model_with_more_rows_than_the_tokenizer_has_tokens(self):
+    ended = execute(make_config(sync_grpo, num_steps=1, model__vocab_size=300))
+    self._assert_finite(ended, 1)
+    self.assertEqual(ended.run.state.params["embedding"].shape, (300, 16))
+
   def test_a_folder_that_holds_a_run(self):
     workdir = synchronous().run.workdir
     before = (workdir / "summary.json").read_text()
@@ -412,6 +432,39 @@ class EndTest(parameterized.TestCase):
   def test_accounts_of_a_whole_run(self, ended):
     assert_accounts_add_up(self, ended())
     self.assertGreater(ended().summary["trained"], 0)
+    assert_nothing_is_left(self)
+
+  @parameterized.parameters(sync_grpo, darl)
+  def test_a_bound_that_bars_all_is_named(self, module):
+    ended = execute(
+      make_config(
+        module,
+        replay__selection_mode="keep_best",
+        replay__max_metric=-1.0,
+        replay__timeout_s=4.0,
+      )
+    )
+    self.assertIsInstance(ended.error, Starved)
+    self.assertRegex(
+      str(ended.error),
+      r"replay.max_metric = -1 bars all but 0 of \d+ trajectories, and "
+      r"replay.min_batch = 8 are needed; their mean \w+ is .* Try a greater",
+    )
+    assert_accounts_add_up(self, ended)
+    assert_nothing_is_left(self)
+
+  def test_answers_that_stay_unverified_at_the_end_are_counted(self):
+    alarms = []
+
+    def prepare(run):
+      run._join_verifier = mock.Mock(side_effect=TimeoutError("took too long"))
+      run.progress.alarm = alarms.append
+
+    ended = execute(make_config(darl, num_steps=2), prepare=prepare)
+    self.assertIsNone(ended.error)
+    self.assertEqual(ended.summary["status"], "complete")
+    self.assertIn("some samples stay unverified: took too long", alarms)
+    assert_accounts_add_up(self, ended)
     assert_nothing_is_left(self)
 
   def _assert_interrupted(self, ended: Ended, *, steps: int):

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import os
 import pathlib
 import signal
 import struct
@@ -427,6 +428,18 @@ class PlainProgressTest(parameterized.TestCase):
     with self._progress() as progress:
       progress.alarm("π differs from µ")
     self.assertIn(b"\\u03c0 differs", raw.getvalue())
+
+  def test_goes_on_when_nobody_reads_the_log(self):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+      console = rich.console.Console(file=file, force_terminal=False)
+      with metrics.Progress(console=console, clock=self.clock) as progress:
+        # Two: the first finds out, and the second must not try again.
+        progress.message("into the void")
+        progress.message("and again")
+      # What is flushed at exit goes nowhere, and complains of nothing.
+      file.write("the last words")
 
   def test_rate_forgets_the_first_step(self):
     with self._progress(every_s=1e9) as progress:

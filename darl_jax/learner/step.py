@@ -1,21 +1,29 @@
 """The jitted programs of the learner: scoring pass and train step."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from darl_jax import numerics
+from darl_jax import numerics, types
 from darl_jax.config import LearnerConfig, ObjectiveConfig
 from darl_jax.kernels.log_ratio_moments import ops as moments_ops
 from darl_jax.kernels.multi_behavior_loss import ops as loss_ops
 from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.learner import state as learner_state
 from darl_jax.models.transformer import Policy
-from darl_jax.sharding import rules
-from darl_jax.types import Batch, Params, ScoreBatch, TrainState
+from darl_jax.sharding import rules, transfer
+from darl_jax.types import (
+  Batch,
+  Params,
+  PolicySnapshot,
+  ScoreBatch,
+  TrainState,
+)
 
 
 class Learner:
@@ -33,6 +41,7 @@ class Learner:
     mesh: Mesh,
     temperature: float,
     num_steps: int,
+    publish_dtype: jnp.dtype,
   ):
     """Compiles nothing yet.
 
@@ -43,6 +52,7 @@ class Learner:
       mesh: The train mesh.
       temperature: Of the sampled distribution (method 0).
       num_steps: Learner steps of the run, for the schedule.
+      publish_dtype: Of the snapshots: what the sampler computes with.
     """
     self._policy = policy
     self._config = config
@@ -70,7 +80,15 @@ class Learner:
       ),
     )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
-    self._score = jax.jit(self._score_rows)
+    self._partition = rules.partition(mesh, rules.TRAIN_RULES)
+    self._init = jax.jit(policy.init, out_shardings=self.param_shardings)
+    self._cast = jax.jit(
+      lambda params: jax.tree.map(
+        lambda leaf: leaf.astype(publish_dtype), params
+      ),
+      out_shardings=self.param_shardings,
+    )
+    self._score = jax.jit(self._score_rows, out_shardings=self._rows)
     self._train = jax.jit(
       self._train_step,
       donate_argnames="state",
@@ -86,8 +104,7 @@ class Learner:
 
   def init_params(self, seed: int) -> Params:
     """Fresh parameters, made in their shards."""
-    init = jax.jit(self._policy.init, out_shardings=self.param_shardings)
-    return init(jax.random.key(seed))
+    return self._init(jax.random.key(seed))
 
   def init_state(self, params: Params) -> TrainState:
     """A state at step 0, which takes ``params`` over."""
@@ -95,6 +112,49 @@ class Learner:
     return jax.device_put(
       learner_state.init(params, self._optimizer), self._state_shardings
     )
+
+  def snapshot(self, params: Params, *, version: int) -> PolicySnapshot:
+    """The parameters on the host, as the sampler will have them.
+
+    They are cast on the mesh, so that half the bytes cross to the host where
+    the sampler computes in bfloat16.
+    """
+    return transfer.to_host(self._cast(params), version=version)
+
+  def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """What the learner runs again and again, to be compiled and not run.
+
+    Returns:
+      By name, a function that traces it for the shapes of the config.
+    """
+    params = _abstract(self.param_shapes, self.param_shardings)
+    state = _abstract(
+      jax.eval_shape(
+        lambda params: learner_state.init(params, self._optimizer), params
+      ),
+      self._state_shardings,
+    )
+    config = self._config
+    microbatches = config.minibatches * config.microbatches
+    batch = Batch.abstract(
+      (
+        config.minibatches,
+        config.microbatches,
+        config.rows // microbatches,
+        config.row_tokens,
+      ),
+      max_versions=self._objective.max_versions,
+    )
+    scored = ScoreBatch.abstract((config.score_rows, config.row_tokens))
+    return {
+      "score": lambda: self._score.lower(
+        params, _abstract(scored, jax.tree.map(lambda _: self._rows, scored))
+      ),
+      "train_step": lambda: self._train.lower(
+        state, _abstract(batch, self._batch_shardings(batch))
+      ),
+      "publish": lambda: self._cast.lower(params),
+    }
 
   def score(
     self, params: Params, batch: ScoreBatch
@@ -106,8 +166,8 @@ class Learner:
       batch: numpy or device arrays [B, T].
 
     Returns:
-      Log-probs float32 [B, T], and moments [B, T // 2] per segment. Returned
-      before the device has finished.
+      Log-probs float32 [B, T], and moments [B, ``types.row_segments``].
+      Returned before the device has finished.
     """
     return self._score(params, jax.device_put(batch, self._rows))
 
@@ -121,15 +181,15 @@ class Learner:
       minibatch without a token, or with a gradient that is not finite, leaves
       the parameters as they were and counts as skipped.
     """
+    shardings = self._batch_shardings(batch)
+    return self._train(state, jax.device_put(batch, shardings))
+
+  def _batch_shardings(self, batch: Batch) -> Batch:
     rows = rules.rows_sharding(self._mesh, rules.TRAIN_RULES, leading=2)
     replicated = rules.replicated(self._mesh)
-    shardings = Batch(
-      **{
-        field.name: rows if getattr(batch, field.name).ndim == 4 else replicated
-        for field in dataclasses.fields(Batch)
-      }
+    return jax.tree.map(
+      lambda leaf: rows if leaf.ndim == 4 else replicated, batch
     )
-    return self._train(state, jax.device_put(batch, shardings))
 
   def _logprobs(
     self, params: Params, batch: Batch | ScoreBatch
@@ -140,21 +200,21 @@ class Learner:
       batch.tokens,
       batch.positions,
       batch.segment_ids,
-      constrain=self._constrain,
+      partition=self._partition,
     )
-    logprobs, entropy = logprob_ops.token_logprob(
-      hidden[:, :-1],
-      self._policy.unembedding(params).astype(hidden.dtype),
-      batch.tokens[:, 1:],
+    # Each position predicts the next token, and the last one nothing: it is
+    # given some target, so that all shapes keep their round sizes. Position 0
+    # has no prediction and is masked.
+    predicted = logprob_ops.token_logprob(
+      hidden,
+      self._policy.unembedding(params),
+      jnp.roll(batch.tokens, -1, axis=1),
       temperature=self._temperature,
+      partition=self._partition,
     )
-    shift = ((0, 0), (1, 0))  # Position 0 has no prediction and is masked.
-    return jnp.pad(logprobs, shift), jnp.pad(entropy, shift)
-
-  def _constrain(self, x: jax.Array) -> jax.Array:
-    """Keeps activations [B, T, D] cut along rows, so that weights move."""
-    spec = PartitionSpec(rules.TRAIN_RULES["rows"], None, None)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+    return jax.tree.map(
+      lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0))), predicted
+    )
 
   def _score_rows(self, params: Params, batch: ScoreBatch):
     logprobs, _ = self._logprobs(params, batch)
@@ -165,7 +225,8 @@ class Learner:
       batch.advantages,
       batch.loss_mask,
       batch.segment_ids,
-      num_segments=self._config.row_tokens // 2,
+      num_segments=types.row_segments(self._config.row_tokens),
+      partition=self._partition,
     )
     return logprobs, moments
 
@@ -187,6 +248,7 @@ class Learner:
       dual_clip=objective.dual_clip,
       max_behavior_weight=objective.max_behavior_weight,
       behavior_weight_mode=objective.behavior_weight_mode,
+      partition=self._partition,
     )
     entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
     return self._config.minibatches * loss, (sums, entropy_sum)
@@ -199,9 +261,14 @@ class Learner:
       (loss, sums), new = jax.value_and_grad(self._loss, has_aux=True)(
         params, microbatch
       )
+      # Cut as the parameters are, at once: each device then receives the sum
+      # of its own part, and no device ever holds a whole gradient.
+      new = jax.lax.with_sharding_constraint(new, self.param_shardings)
       return jax.tree.map(jnp.add, grads, new), (loss, sums)
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.lax.with_sharding_constraint(
+      jax.tree.map(jnp.zeros_like, params), self.param_shardings
+    )
     grads, (losses, sums) = jax.lax.scan(accumulate, zeros, batch)
     loss = jnp.sum(losses)
     sums, entropy = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -238,6 +305,17 @@ class Learner:
     )
     state = TrainState(state.step + 1, params, opt_state)
     return state, _metrics(*outputs)
+
+
+def _abstract(shapes: Any, shardings: Any) -> Any:
+  """Shapes that know where they lie, to trace a program with."""
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharding
+    ),
+    shapes,
+    shardings,
+  )
 
 
 def _metrics(losses, norms, usable, entropy, sums):

@@ -1,30 +1,184 @@
 """Rotary embedding and grouped-query attention over masks."""
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.sharding import PartitionSpec
+
+from darl_jax.config import ModelConfig
+from darl_jax.kernels.partition import Partition, per_shard
+
+# What a checkpoint policy may keep: the attended values of a layer.
+OUTPUT = "attention_output"
+# The width of a TPU's vector registers, which splash attention's tiles fill.
+_LANES = 128
+# Tile lengths, best first: the greatest that divides the row is taken.
+_SPLASH_BLOCKS = (1024, 512, 256, 128)
+# Queries whose scores are held at a time where there is no such kernel.
+_QUERY_BLOCK = 1024
 
 
-def rotary(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
+def rotary_frequencies(config: ModelConfig) -> jax.Array:
+  """Radians per position of each pair, float32 [H/2].
+
+  Frequency i is theta^(-2i/H) (RoFormer). With a scaling factor, those whose
+  turns within the original context are at most the low factor are divided by
+  it, those of at least the high factor are kept, and what lies between is
+  interpolated linearly in turns (Llama 3.1).
+  """
+  half = config.head_dim // 2
+  exponent = jnp.arange(half, dtype=jnp.float32) / half
+  frequency = jnp.float32(config.rope_theta) ** -exponent
+  if config.rope_scaling_factor == 1:
+    return frequency
+  low = config.rope_low_frequency_factor
+  high = config.rope_high_frequency_factor
+  turns = frequency * (config.rope_original_context / (2 * math.pi))
+  kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+  return frequency * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def rotary(
+  x: jax.Array, positions: jax.Array, *, frequencies: jax.Array
+) -> jax.Array:
   """Rotates pairs (i, i + H/2) of each head by position (RoFormer; Llama's
   half-split layout).
 
   Args:
     x: [B, T, heads, H].
     positions: int32 [B, T].
-    theta: Base of the frequencies.
+    frequencies: float32 [H/2], as from ``rotary_frequencies``.
 
   Returns:
     [B, T, heads, H] in x's dtype; angles are computed in float32.
   """
-  half = x.shape[-1] // 2
-  exponent = jnp.arange(half, dtype=jnp.float32) / half
-  frequency = jnp.float32(theta) ** -exponent
-  angle = positions[..., None].astype(jnp.float32) * frequency[None, None, :]
+  angle = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
   cos = jnp.cos(angle)[:, :, None, :]
   sin = jnp.sin(angle)[:, :, None, :]
   left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = [left * cos - right * sin, right * cos + left * sin]
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def attend_packed(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array,
+  *,
+  partition: Partition | None = None,
+) -> jax.Array:
+  """Causal attention within the segments of packed rows.
+
+  On a TPU this is JAX's splash attention, which never holds a [T, T] array,
+  where its tiles fit (heads of a multiple of 128, rows too). Elsewhere long
+  rows take a block of queries at a time, and compute each block again in the
+  backward pass. Padding (segment 0) attends to earlier padding, itself
+  included, so that no softmax is empty; nothing else attends to it.
+
+  Args:
+    query: [B, T, N, H].
+    key: [B, T, M, H]; each head serves N / M query heads.
+    value: [B, T, M, H].
+    segment_ids: int32 [B, T].
+    partition: How rows and heads are cut; None for whole arrays.
+
+  Returns:
+    [B, T, N, H] in the query's dtype, named ``OUTPUT`` to checkpoints.
+  """
+  length, head_dim = query.shape[1], query.shape[3]
+  tiled = length % _LANES == 0 and head_dim % _LANES == 0
+  if tiled and partition is not None and partition.platform == "tpu":
+    heads = PartitionSpec(partition.rows, None, partition.tensor, None)
+    return per_shard(
+      _splash,
+      partition,
+      in_specs=(heads, heads, heads, partition.row_spec),
+      out_specs=heads,
+    )(query, key, value, segment_ids)
+  if length <= _QUERY_BLOCK:
+    out = attend(query, key, value, packed_mask(segment_ids))
+  else:
+    out = _by_query_blocks(query, key, value, segment_ids)
+  return checkpoint_name(out, OUTPUT)
+
+
+def _splash(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Splash attention on one device's rows and heads.
+
+  Interpreted, it runs anywhere, slowly: for tests.
+  """
+  batch, length, heads, head_dim = query.shape
+  kv_heads = key.shape[2]
+  group = heads // kv_heads
+  block = next(size for size in _SPLASH_BLOCKS if length % size == 0)
+  mask = splash_attention.CausalMask((length, length))
+  kernel = splash_attention.make_splash_mqa_single_device(
+    splash_attention.MultiHeadMask([mask] * group),
+    block_sizes=splash_attention.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_kv_compute=min(block, 512),
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_kv_dkv_compute=min(block, 512),
+      block_q_dq=block,
+      block_kv_dq=block,
+    ),
+    residual_checkpoint_name=OUTPUT,
+    interpret=interpret,
+  )
+  scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
+  grouped = scaled.reshape(batch, length, kv_heads, group, head_dim)
+
+  def row(query, key, value, segment_ids):
+    ids = splash_attention.SegmentIds(segment_ids, segment_ids)
+    return jax.vmap(kernel, in_axes=(0, 0, 0, None))(query, key, value, ids)
+
+  out = jax.vmap(row)(
+    grouped.transpose(0, 2, 3, 1, 4),
+    key.transpose(0, 2, 1, 3),
+    value.transpose(0, 2, 1, 3),
+    segment_ids,
+  )
+  return out.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _by_query_blocks(
+  query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+  """``attend`` under the packed mask, a block of queries at a time."""
+  length = query.shape[1]
+  blocks = -(-length // _QUERY_BLOCK)
+  padding = blocks * _QUERY_BLOCK - length
+  padded = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
+
+  @jax.checkpoint
+  def block(start: jax.Array) -> jax.Array:
+    part = jax.lax.dynamic_slice_in_dim(padded, start, _QUERY_BLOCK, axis=1)
+    at = start + jnp.arange(_QUERY_BLOCK)
+    # Queries past the end see what the last one sees; they are cut off.
+    at = jnp.minimum(at, length - 1)
+    here = jnp.take(segment_ids, at, axis=1)
+    same = here[:, :, None] == segment_ids[:, None, :]
+    causal = jnp.arange(length)[None, :] <= at[:, None]
+    return attend(part, key, value, same & causal[None])
+
+  out = jax.lax.map(block, jnp.arange(blocks) * _QUERY_BLOCK)
+  out = jnp.moveaxis(out, 0, 1).reshape(padded.shape)
+  return out[:, :length]
 
 
 def packed_mask(segment_ids: jax.Array) -> jax.Array:
@@ -59,15 +213,44 @@ def attend(
   Returns:
     [B, T, N, H] in the query's dtype; scores and softmax are float32.
   """
+  key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+  return attend_ranges(query, ((key, value, mask),))
+
+
+def attend_ranges(
+  query: jax.Array,
+  ranges: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
+) -> jax.Array:
+  """``attend`` over keys and values that lie in several arrays.
+
+  Args:
+    query: [B, T, N, H].
+    ranges: Keys and values [B, M, S, H] and mask bool [B, T, S] of each, with
+      an S of their own; every query must be allowed at least one key.
+
+  Returns:
+    [B, T, N, H] in the query's dtype; scores and softmax are float32.
+  """
   batch, length, heads, head_dim = query.shape
-  kv_heads = key.shape[2]
-  query = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-  scores = jnp.einsum(
-    "btmgh,bsmh->bmgts", query, key, preferred_element_type=jnp.float32
-  )
-  scores = scores * head_dim**-0.5
+  kv_heads = ranges[0][0].shape[1]
+  grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
   lowest = jnp.finfo(jnp.float32).min
-  scores = jnp.where(mask[:, None, None], scores, lowest)
-  weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-  out = jnp.einsum("bmgts,bsmh->btmgh", weights, value)
-  return out.reshape(batch, length, heads, head_dim)
+
+  def scores(key: jax.Array, mask: jax.Array) -> jax.Array:
+    products = jnp.einsum(
+      "btmgh,bmsh->bmgts", grouped, key, preferred_element_type=jnp.float32
+    )
+    return jnp.where(mask[:, None, None], products * head_dim**-0.5, lowest)
+
+  weights = jax.nn.softmax(
+    jnp.concatenate([scores(key, mask) for key, _, mask in ranges], axis=-1),
+    axis=-1,
+  )
+  ends = np.cumsum([key.shape[2] for key, _, _ in ranges])[:-1]
+  out = sum(
+    jnp.einsum("bmgts,bmsh->btmgh", part.astype(value.dtype), value)
+    for part, (_, value, _) in zip(
+      jnp.split(weights, ends, axis=-1), ranges, strict=True
+    )
+  )
+  return out.reshape(query.shape)

@@ -1,7 +1,8 @@
 """The policy: a pre-norm decoder with rotary, grouped-query attention, SwiGLU.
 
-One class for every family that a ``ModelConfig`` can describe (Llama, Qwen2
-with ``qkv_bias``, Qwen3 with ``qk_norm``). The layers' parameters are stacked
+One class for every family that a ``ModelConfig`` can describe (Llama and
+Mistral, Qwen2 with ``qkv_bias``, Qwen3 with ``qk_norm``, Qwen3 MoE with
+``num_experts``). The layers' parameters are stacked
 along a leading axis and scanned, so that compile time does not grow with depth.
 Every parameter names its logical axes where it is made; ``sharding/rules.py``
 maps those names to mesh axes.
@@ -10,19 +11,26 @@ maps those names to mesh axes.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from darl_jax.config import ModelConfig
-from darl_jax.models import attention
-from darl_jax.models.kv_cache import KVCache
+from darl_jax.kernels.partition import Partition
+from darl_jax.models import attention, experts
+from darl_jax.models.kv_cache import KVCache, Tail
 from darl_jax.types import Params
 
 # Layers are unrolled in the compiled program up to this many: a loop costs a
 # small model more than the longer compile.
 _UNROLLED_LAYERS = 4
+
+
+# Queries, keys and values to the attended values and anything kept.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 class Parameter(nnx.Param):
@@ -111,23 +119,18 @@ class Attention(nnx.Module):
       self.key_norm = _scale(head_dim, "head_dim")
 
   def __call__(
-    self,
-    x: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: tuple[jax.Array, jax.Array, jax.Array] | None,
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attends within x, or over a cache that x's keys are first written to.
+    self, x: jax.Array, positions: jax.Array, attend: Attend
+  ) -> tuple[jax.Array, Any]:
+    """Projects x to queries, keys and values, attends, and projects back.
 
     Args:
       x: [B, T, D].
       positions: int32 [B, T].
-      mask: bool [B, T, S], or [B, T, T] without a cache.
-      cache: This layer's keys and values [B, S, M, H] and the slot at which
-        x's first token is written.
+      attend: From queries [B, T, N, H], keys and values [B, T, M, H] to
+        [B, T, N, H] and anything that it keeps.
 
     Returns:
-      [B, T, D], and the updated keys and values.
+      [B, T, D], and what ``attend`` keeps.
     """
     config, dtype = self.config, x.dtype
 
@@ -143,20 +146,11 @@ class Attention(nnx.Module):
     if config.qk_norm:
       query = rms_norm(query, self.query_norm[...], eps=config.norm_eps)
       key = rms_norm(key, self.key_norm[...], eps=config.norm_eps)
-    query = attention.rotary(query, positions, theta=config.rope_theta)
-    key = attention.rotary(key, positions, theta=config.rope_theta)
-    written = None
-    if cache is not None:
-      keys, values, slot = cache
-      key = jax.lax.dynamic_update_slice_in_dim(
-        keys, key.astype(keys.dtype), slot, axis=1
-      )
-      value = jax.lax.dynamic_update_slice_in_dim(
-        values, value.astype(values.dtype), slot, axis=1
-      )
-      written = key, value
-    out = attention.attend(query, key.astype(dtype), value.astype(dtype), mask)
-    return _project(out, self.output, num_inputs=2), written
+    frequencies = attention.rotary_frequencies(config)
+    query = attention.rotary(query, positions, frequencies=frequencies)
+    key = attention.rotary(key, positions, frequencies=frequencies)
+    out, kept = attend(query, key, value)
+    return _project(out, self.output, num_inputs=2), kept
 
 
 class FeedForward(nnx.Module):
@@ -171,9 +165,50 @@ class FeedForward(nnx.Module):
     std = (hidden * 2 * config.num_layers) ** -0.5
     self.down = _parameter(rngs, (hidden, dim), back, std=std)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, partition: Partition | None) -> jax.Array:
+    del partition  # XLA cuts plain products by itself.
     gated = jax.nn.silu(_project(x, self.gate)) * _project(x, self.up)
     return _project(gated, self.down)
+
+
+class MixtureOfExperts(nnx.Module):
+  """SwiGLU experts, a few of which a router chooses for each token."""
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    dim, hidden = config.embed_dim, config.expert_mlp_dim
+    count = config.num_experts
+    self.config = config
+
+    def kernels(rows: int, columns: int, *axes: str, std: float) -> Parameter:
+      shape = (count, rows, columns)
+      return _parameter(rngs, shape, ("expert", *axes), std=std)
+
+    self.router = _parameter(
+      rngs, (dim, count), ("embed", "expert"), std=dim**-0.5
+    )
+    self.gate = kernels(dim, hidden, "embed", "mlp", std=dim**-0.5)
+    self.up = kernels(dim, hidden, "embed", "mlp", std=dim**-0.5)
+    # As for the attention's output.
+    std = (hidden * 2 * config.num_layers) ** -0.5
+    self.down = kernels(hidden, dim, "mlp", "embed", std=std)
+
+  def __call__(self, x: jax.Array, partition: Partition | None) -> jax.Array:
+    weights, chosen = experts.route(
+      x,
+      self.router[...],
+      experts_per_token=self.config.experts_per_token,
+      normalize=self.config.normalize_expert_weights,
+      partition=partition,
+    )
+    return experts.mix(
+      x,
+      weights,
+      chosen,
+      self.gate[...],
+      self.up[...],
+      self.down[...],
+      partition=partition,
+    )
 
 
 class Block(nnx.Module):
@@ -184,15 +219,22 @@ class Block(nnx.Module):
     self.attention_norm = _scale(config.embed_dim, "embed")
     self.attention = Attention(config, rngs=rngs)
     self.feed_forward_norm = _scale(config.embed_dim, "embed")
-    self.feed_forward = FeedForward(config, rngs=rngs)
+    kind = MixtureOfExperts if config.num_experts else FeedForward
+    self.feed_forward = kind(config, rngs=rngs)
 
-  def __call__(self, x, positions, mask, cache):
+  def __call__(
+    self,
+    x: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    partition: Partition | None,
+  ) -> tuple[jax.Array, Any]:
     eps = self.config.norm_eps
     normed = rms_norm(x, self.attention_norm[...], eps=eps)
-    attended, written = self.attention(normed, positions, mask, cache)
+    attended, kept = self.attention(normed, positions, attend)
     x = x + attended
     normed = rms_norm(x, self.feed_forward_norm[...], eps=eps)
-    return x + self.feed_forward(normed), written
+    return x + self.feed_forward(normed, partition), kept
 
 
 class Transformer(nnx.Module):
@@ -219,41 +261,78 @@ class Transformer(nnx.Module):
     self,
     tokens: jax.Array,
     positions: jax.Array,
-    mask: jax.Array,
-    cache: KVCache | None,
+    attend: Callable[..., tuple[jax.Array, Any, Any]],
+    carry: Any,
     *,
     dtype: jnp.dtype,
-    constrain: Callable[[jax.Array], jax.Array],
-  ) -> tuple[jax.Array, KVCache | None]:
-    """See ``Policy.hidden`` and ``Policy.extend``."""
-    x = constrain(self.embedding[...][tokens].astype(dtype))
+    partition: Partition | None,
+    remat: str = "none",
+  ) -> tuple[jax.Array, Any, Any]:
+    """All layers in turn.
+
+    Args:
+      tokens: int32 [B, T].
+      positions: int32 [B, T].
+      attend: Called with queries, keys and values of a layer, the carry and
+        the layer's number; returns the attended values, the carry, and
+        anything to stack over layers.
+      carry: Handed from layer to layer.
+      dtype: Of the activations.
+      partition: Pins every activation to its rows.
+      remat: What a backward pass computes again, as in ``ModelConfig``.
+
+    Returns:
+      Hidden states [B, T, D], the carry, and the stack.
+    """
+
+    def pinned(x: jax.Array) -> jax.Array:
+      """Activations stay cut along rows, so that weights move instead."""
+      if partition is None:
+        return x
+      return jax.lax.with_sharding_constraint(
+        x, NamedSharding(partition.mesh, partition.row_spec)
+      )
+
+    x = pinned(self.embedding[...][tokens].astype(dtype))
     graphdef, stacked = nnx.split(self.layers)
 
-    def layer(x, per_layer):
-      params, keys_values = per_layer
-      block = nnx.merge(graphdef, params)
-      layer_cache = None if cache is None else (*keys_values, cache.length)
-      x, written = block(x, positions, mask, layer_cache)
-      return constrain(x), written
+    def layer(x_carry, per_layer):
+      x, carry = x_carry
+      params, index = per_layer
 
-    if self.config.remat:
-      layer = jax.checkpoint(layer)
-    keys_values = None if cache is None else (cache.keys, cache.values)
-    x, written = jax.lax.scan(
-      layer,
-      x,
-      (stacked, keys_values),
-      unroll=self.config.num_layers <= _UNROLLED_LAYERS,
+      def attend_here(query, key, value):
+        out, *kept = attend(query, key, value, carry, index)
+        return out, kept
+
+      block = nnx.merge(graphdef, params)
+      x, (new_carry, stack) = block(x, positions, attend_here, partition)
+      return (pinned(x), new_carry), stack
+
+    num_layers = self.config.num_layers
+    (x, carry), stack = jax.lax.scan(
+      _rematerialised(layer, remat),
+      (x, carry),
+      (stacked, jnp.arange(num_layers)),
+      unroll=num_layers <= _UNROLLED_LAYERS,
     )
-    x = rms_norm(x, self.final_norm[...], eps=self.config.norm_eps)
-    if cache is not None:
-      cache = dataclasses.replace(
-        cache,
-        keys=written[0],
-        values=written[1],
-        length=cache.length + tokens.shape[1],
-      )
-    return x, cache
+    return (
+      rms_norm(x, self.final_norm[...], eps=self.config.norm_eps),
+      carry,
+      stack,
+    )
+
+
+def _rematerialised(layer: Callable, remat: str) -> Callable:
+  """``layer``, whose backward pass computes again what ``remat`` says."""
+  if remat == "none":
+    return layer
+  policies = jax.checkpoint_policies
+  policy = {
+    "layer": policies.nothing_saveable,
+    "attention": policies.save_only_these_names(attention.OUTPUT),
+  }[remat]
+  # A scan's body is never merged with its own backward pass.
+  return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 class Policy:
@@ -289,7 +368,7 @@ class Policy:
     positions: jax.Array,
     segment_ids: jax.Array,
     *,
-    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+    partition: Partition | None = None,
   ) -> jax.Array:
     """Final hidden states of packed rows.
 
@@ -298,43 +377,120 @@ class Policy:
       tokens: int32 [B, T].
       positions: int32 [B, T], restarting with each segment.
       segment_ids: int32 [B, T]; 0 pads.
-      constrain: Applied to every [B, T, D] activation that crosses a layer, to
-        pin its sharding.
+      partition: How rows and heads are cut; None for whole arrays.
 
     Returns:
       [B, T, D] in the compute dtype; ``[b, t]`` predicts token t + 1.
     """
-    model = self._merge(params)
-    mask = attention.packed_mask(segment_ids)
-    dtype = jnp.dtype(self.config.compute_dtype)
-    return model(
-      tokens, positions, mask, None, dtype=dtype, constrain=constrain
+
+    def attend(query, key, value, carry, _):
+      out = attention.attend_packed(
+        query, key, value, segment_ids, partition=partition
+      )
+      return out, carry, None
+
+    return self._merge(params)(
+      tokens,
+      positions,
+      attend,
+      None,
+      dtype=jnp.dtype(self.config.compute_dtype),
+      partition=partition,
+      remat=self.config.remat,
     )[0]
 
-  def extend(
-    self, params: Params, tokens: jax.Array, cache: KVCache
+  def prefill(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    first: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    partition: Partition | None = None,
   ) -> tuple[jax.Array, KVCache]:
-    """Appends tokens to a cache.
+    """Reads whole prompts.
+
+    Args:
+      params: As from ``init``.
+      tokens: int32 [B, T], padded on the left.
+      first: int32 [B], the first token of each row that is not padding.
+      dtype: Of activations and cache.
+      partition: How rows and heads are cut; None for whole arrays.
+
+    Returns:
+      Hidden states [B, T, D], and a cache that is full: ``kv_cache.grow``
+      makes room for more.
+    """
+    slots = jnp.arange(tokens.shape[1])
+    real = slots[None, :] >= first[:, None]
+
+    def attend(query, key, value, carry, _):
+      out = attention.attend_packed(
+        query, key, value, real.astype(jnp.int32), partition=partition
+      )
+      heads_first = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), (key, value))
+      return out, carry, heads_first
+
+    hidden, _, (keys, values) = self._merge(params)(
+      tokens,
+      jnp.maximum(slots[None, :] - first[:, None], 0),
+      attend,
+      None,
+      dtype=dtype,
+      partition=partition,
+    )
+    length = jnp.int32(tokens.shape[1])
+    return hidden, KVCache(keys, values, first, length)
+
+  def extend(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    tail: Tail,
+    *,
+    partition: Partition | None = None,
+  ) -> tuple[jax.Array, Tail]:
+    """Appends tokens to a cache's tail.
 
     Args:
       params: As from ``init``; activations take the cache's dtype.
-      tokens: int32 [B, T], written to slots length .. length + T - 1.
-      cache: Rows whose padding, if any, is on the left.
+      tokens: int32 [B, T], for which the tail must have room.
+      tail: Of rows whose padding, if any, is on the left.
+      partition: How rows are cut; None for whole arrays.
 
     Returns:
-      Hidden states [B, T, D], and the longer cache.
+      Hidden states [B, T, D], and the longer tail.
     """
-    model = self._merge(params)
-    slots = cache.length + jnp.arange(tokens.shape[1])
+    num_tokens, cache = tokens.shape[1], tail.cache
+    slots = cache.length + tail.length + jnp.arange(num_tokens)
     positions = jnp.maximum(slots[None, :] - cache.first[:, None], 0)
-    return model(
+    before = jnp.broadcast_to(
+      cache.mask()[:, None],
+      (*tokens.shape, cache.keys.shape[3]),
+    )
+    among = tail.mask(num_tokens)
+
+    def attend(query, key, value, carry, layer):
+      keys, values = carry
+      written = dataclasses.replace(tail, keys=keys, values=values).write(
+        layer, key, value
+      )
+      ranges = (
+        (cache.keys[layer], cache.values[layer], before),
+        (written.keys[layer], written.values[layer], among),
+      )
+      out = attention.attend_ranges(query, ranges)
+      return out, (written.keys, written.values), None
+
+    hidden, (keys, values), _ = self._merge(params)(
       tokens,
       positions,
-      cache.mask(tokens.shape[1]),
-      cache,
+      attend,
+      (tail.keys, tail.values),
       dtype=cache.keys.dtype,
-      constrain=lambda x: x,
+      partition=partition,
     )
+    return hidden, Tail(cache, keys, values, tail.length + num_tokens)
 
   def unembedding(self, params: Params) -> jax.Array:
     """[V, D], the embedding itself where tied."""

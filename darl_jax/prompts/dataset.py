@@ -21,7 +21,8 @@ import reasoning_gym
 from reasoning_gym import factory
 
 from darl_jax.config import ConfigError, PromptsConfig
-from darl_jax.prompts.tokenizer import Tokenizer
+from darl_jax.prompts.chat import ChatTokenizer
+from darl_jax.prompts.tokenizer import TaskTokenizer, Tokenizer
 from darl_jax.types import Prompt
 
 # Their generators walk over sets of strings, so that items change with the
@@ -45,7 +46,8 @@ class TaskPrompts:
   """A task's prompts, split for good.
 
   Attributes:
-    tokenizer: Learned from the training questions and their answers.
+    tokenizer: A published model's, or learned from the training questions and
+      their answers.
     train: Prompts to learn from.
     heldout: Prompts never trained on; no question is in both.
     num_duplicates: Items whose question an earlier item asked already.
@@ -54,7 +56,7 @@ class TaskPrompts:
       included; 0 if the dataset gives no reference answers.
   """
 
-  tokenizer: Tokenizer
+  tokenizer: TaskTokenizer
   train: tuple[Prompt, ...]
   heldout: tuple[Prompt, ...]
   num_duplicates: int
@@ -107,7 +109,8 @@ def load(config: PromptsConfig, *, seed: int) -> TaskPrompts:
   "answer" is one right answer, or None where the dataset gives none.
 
   Raises:
-    ConfigError: If no prompt to train on, or none held out, is left.
+    ConfigError: If no prompt to train on, or none held out, is left, or the
+      tokenizer cannot be read or refuses its messages.
   """
   items: dict[str, tuple[str, dict[str, Any]]] = {}
   for index, item in enumerate(_draw(config, seed=seed)):
@@ -124,17 +127,11 @@ def load(config: PromptsConfig, *, seed: int) -> TaskPrompts:
     for key, item in items.items()
     if not _is_heldout(key, config.heldout_fraction)
   }
-  tokenizer = Tokenizer.train(
-    [question for question, _ in train.values()],
-    answers=[
-      reference["answer"]
-      for _, reference in train.values()
-      if reference["answer"] is not None
-    ],
-    vocab_size=config.vocab_size,
-  )
+  tokenizer = _tokenizer(config, list(train.values()))
   encoded = {
-    key: Prompt(key, tokenizer.encode_prompt(question), reference)
+    key: Prompt(
+      key, tokenizer.encode_prompt(_instructed(config, question)), reference
+    )
     for key, (question, reference) in items.items()
   }
   kept = [
@@ -234,6 +231,28 @@ def _draw(config: PromptsConfig, *, seed: int) -> list[dict[str, Any]]:
           ]
         ) from error
   return items
+
+
+def _tokenizer(
+  config: PromptsConfig, train: Sequence[tuple[str, Mapping[str, Any]]]
+) -> TaskTokenizer:
+  """A published model's, or one trained on these questions and references."""
+  if config.tokenizer:
+    return ChatTokenizer.load(config.tokenizer, system=config.system)
+  return Tokenizer.train(
+    [_instructed(config, question) for question, _ in train],
+    answers=[
+      reference["answer"]
+      for _, reference in train
+      if reference["answer"] is not None
+    ],
+    vocab_size=config.vocab_size,
+  )
+
+
+def _instructed(config: PromptsConfig, question: str) -> str:
+  # Not str.format: braces elsewhere, as of JSON or a set, are the text's own.
+  return config.instruction.replace("{question}", question)
 
 
 @contextlib.contextmanager

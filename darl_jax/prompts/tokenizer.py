@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -29,6 +30,36 @@ _PIECES = (
   r"{ends} ?\p{{L}}+|\p{{N}}|"
   r"[^\p{{L}}\p{{N}}]+?(?={tail} ?\p{{L}}|\p{{N}}|\z)"
 )
+
+
+class TaskTokenizer(Protocol):
+  """What a run needs of a tokenizer: ``Tokenizer`` and ``ChatTokenizer``.
+
+  Attributes:
+    vocab_size: Token ids are below; a model may have more rows.
+    pad_id: Fills what is not read; it may be a stop token.
+    stop_ids: Tokens that end a response; ``encode_response`` ends with the
+      first.
+  """
+
+  vocab_size: int
+  pad_id: int
+  stop_ids: tuple[int, ...]
+
+  def encode_prompt(self, question: str) -> np.ndarray:
+    """int32 [P]: all that the model reads before it answers."""
+
+  def encode_response(self, answer: str) -> np.ndarray:
+    """int32 [R]: the answer, then the stop token."""
+
+  def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
+    """The text before the first stop token, without special tokens."""
+
+  def decode_prompt(self, tokens: np.ndarray | Sequence[int]) -> str:
+    """All of a prompt, for people to read."""
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes a ``tokenizer.json``, and beside it whatever else it needs."""
 
 
 class Tokenizer:
@@ -138,6 +169,10 @@ class Tokenizer:
         break
       text.append(token)
     return self._tokenizer.decode(text, skip_special_tokens=True)
+
+  def decode_prompt(self, tokens: np.ndarray | Sequence[int]) -> str:
+    """The question."""
+    return self.decode(tokens)
 
   def _encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids

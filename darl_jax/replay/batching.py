@@ -18,7 +18,6 @@ from darl_jax.objectives import behavior_weights
 from darl_jax.replay import ring, selection
 
 # A trajectory that is trained on has a prompt and a response.
-MIN_TRAJECTORY_TOKENS = 2
 
 # The fields of the moments of the log-ratio, as the kernel names them.
 _MOMENTS = (
@@ -50,6 +49,8 @@ class Packing:
 def pack(lengths: np.ndarray, *, rows: int, row_tokens: int) -> Packing:
   """Packs items into rows: best fit, longest first, deterministic.
 
+  A row holds at most ``types.row_segments`` items.
+
   Args:
     lengths: int [n], at least 1 each.
     rows: Rows there are.
@@ -67,7 +68,7 @@ def pack(lengths: np.ndarray, *, rows: int, row_tokens: int) -> Packing:
   rows_of: dict[int, list[int]] = collections.defaultdict(list)
   free = 0
   segments = [0] * rows
-  opened = 0
+  opened, most = 0, types.row_segments(row_tokens)
   for item in np.argsort(-np.asarray(lengths), kind="stable").tolist():
     length = int(lengths[item])
     fitting = free >> length
@@ -81,10 +82,11 @@ def pack(lengths: np.ndarray, *, rows: int, row_tokens: int) -> Packing:
       opened += 1
     else:
       continue
-    left = room - length
-    rows_of[left].append(into)
-    free |= 1 << left
     segments[into] += 1
+    if segments[into] < most:
+      left = room - length
+      rows_of[left].append(into)
+      free |= 1 << left
     row[item], start[item], segment[item] = (
       into,
       row_tokens - room,
@@ -214,12 +216,15 @@ class ScoringPlan:
       ValueError: A trajectory is longer than a row, or shorter than 2 tokens.
     """
     self.entries = tuple(entries)
-    self.num_segments = row_tokens // MIN_TRAJECTORY_TOKENS
+    self.num_segments = types.row_segments(row_tokens)
     self._flat = _Tokens.of(entries)
     lengths = self._flat.lengths
     for problem, bound in (
       (lengths > row_tokens, f"at most learner.row_tokens = {row_tokens}"),
-      (lengths < MIN_TRAJECTORY_TOKENS, f"at least {MIN_TRAJECTORY_TOKENS}"),
+      (
+        lengths < types.MIN_TRAJECTORY_TOKENS,
+        f"at least {types.MIN_TRAJECTORY_TOKENS}",
+      ),
     ):
       if np.any(problem):
         wrong = int(np.argmax(problem))

@@ -1,6 +1,7 @@
 """Jitted prefill and decode: prompts and parameters in, sampled tokens out."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def _shardings(mesh: Mesh) -> tuple[DecodeState, NamedSharding]:
   table = rules.ROLLOUT_RULES
   rows, replicated = rules.rows_sharding(mesh, table), rules.replicated(mesh)
   slots = NamedSharding(
-    mesh, PartitionSpec(None, table["rows"], None, table["kv_heads"], None)
+    mesh, PartitionSpec(None, table["rows"], table["kv_heads"], None, None)
   )
   cache = kv_cache.KVCache(
     keys=slots, values=slots, first=rows, length=replicated
@@ -111,10 +112,11 @@ class Decoder:
     self.num_chunks = -(-(max_response_tokens - 1) // chunk_tokens)
     self._response_slots = self.num_chunks * chunk_tokens
     self._chunk_tokens = chunk_tokens
-    shardings = _shardings(mesh)
-    self.prefill = jax.jit(self._prefill, out_shardings=shardings)
+    self._partition = rules.partition(mesh, rules.ROLLOUT_RULES)
+    self._shardings = _shardings(mesh)
+    self.prefill = jax.jit(self._prefill, out_shardings=self._shardings)
     self.decode = jax.jit(
-      self._decode, donate_argnames="state", out_shardings=shardings
+      self._decode, donate_argnames="state", out_shardings=self._shardings
     )
 
   def compiles(self) -> dict[str, int]:
@@ -123,6 +125,41 @@ class Decoder:
       "prefill": self.prefill._cache_size(),
       "decode": self.decode._cache_size(),
     }
+
+  def programs(
+    self, params: Params, *, num_prompts: int, prompt_tokens: int
+  ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """By name, a function that traces the program for these shapes.
+
+    Args:
+      params: Shapes of the parameters, with their shardings.
+      num_prompts: Q.
+      prompt_tokens: P.
+    """
+    state_shardings, rows = self._shardings
+    replicated = state_shardings.count
+
+    def abstract(shape, dtype, sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    inputs = (
+      params,
+      abstract((num_prompts, prompt_tokens), jnp.int32, rows),
+      abstract((num_prompts,), jnp.int32, rows),
+      abstract((num_prompts * self._samples, 2), jnp.int32, rows),
+      abstract((), jax.eval_shape(jax.random.key, 0).dtype, replicated),
+    )
+
+    def decode() -> jax.stages.Lowered:
+      state, _ = jax.eval_shape(self._prefill, *inputs)
+      state = jax.tree.map(
+        lambda leaf, sharding: abstract(leaf.shape, leaf.dtype, sharding),
+        state,
+        state_shardings,
+      )
+      return self.decode.lower(params, state)
+
+    return {"prefill": lambda: self.prefill.lower(*inputs), "decode": decode}
 
   def _prefill(
     self,
@@ -141,15 +178,13 @@ class Decoder:
       request_ids: int32 [Q * G, 2], group and sample.
       root: The run's sampling key.
     """
-    cache = kv_cache.empty(
-      self._policy.config,
-      first=first,
-      slots=tokens.shape[1] + self._response_slots,
-      dtype=self._dtype,
+    hidden, cache = self._policy.prefill(
+      params, tokens, first, dtype=self._dtype, partition=self._partition
     )
-    hidden, cache = self._policy.extend(params, tokens, cache)
     last_hidden = jnp.repeat(hidden[:, -1], self._samples, axis=0)
-    cache = kv_cache.repeat(cache, self._samples)
+    cache = kv_cache.grow(
+      cache, slots=self._response_slots, times=self._samples
+    )
     ended = jnp.zeros(last_hidden.shape[0], bool)
     keys = request_keys(root, request_ids)
     count = jnp.zeros((), jnp.int32)
@@ -162,19 +197,31 @@ class Decoder:
   ) -> tuple[DecodeState, SampledTokens]:
     """Samples one chunk of tokens, [B, chunk_tokens]."""
 
-    def step(state: DecodeState, _):
-      hidden, cache = self._policy.extend(
-        params, state.last[:, None], state.cache
+    tail = kv_cache.append(state.cache, slots=self._chunk_tokens)
+
+    def step(carry, _):
+      state, keys, values, length = carry
+      hidden, longer = self._policy.extend(
+        params,
+        state.last[:, None],
+        kv_cache.Tail(tail.cache, keys, values, length),
+        partition=self._partition,
       )
       sampled = self._sample(
         params, hidden[:, 0], state.ended, state.keys, state.count
       )
-      state = self._advance(
-        cache, sampled, state.ended, state.keys, state.count
-      )
-      return state, sampled
+      state = self._advance(None, sampled, state.ended, state.keys, state.count)
+      return (state, longer.keys, longer.values, longer.length), sampled
 
-    state, sampled = jax.lax.scan(step, state, length=self._chunk_tokens)
+    # The cache itself stays out of the loop, which only reads it.
+    without = dataclasses.replace(state, cache=None)
+    (state, *longer), sampled = jax.lax.scan(
+      step,
+      (without, tail.keys, tail.values, tail.length),
+      length=self._chunk_tokens,
+    )
+    cache = kv_cache.Tail(tail.cache, *longer).merged()
+    state = dataclasses.replace(state, cache=cache)
     return state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), sampled)
 
   def _advance(self, cache, sampled, ended, keys, count) -> DecodeState:

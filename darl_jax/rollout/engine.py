@@ -1,6 +1,7 @@
 """Generates groups of responses for batches of prompts of one static shape."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from darl_jax.rollout.decode import Decoder, SampledTokens
 from darl_jax.sharding import rules
 from darl_jax.types import (
   Finish,
+  Params,
   PolicySnapshot,
   Prompt,
   Trajectory,
@@ -70,10 +72,8 @@ class Engine:
     self._stop_ids = stop_ids
     self._pad_id = pad_id
     self._rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
-    self._root = jax.device_put(
-      jax.random.fold_in(jax.random.key(seed), _SAMPLING_STREAM),
-      rules.replicated(mesh),
-    )
+    self._mesh = mesh
+    self._seed = seed
     self.decoder = Decoder(
       policy,
       samples_per_prompt=config.samples_per_prompt,
@@ -126,6 +126,31 @@ class Engine:
       versions.append(snapshot.version)
     groups, tokens = self._groups(prompts, first_group_id, chunks, versions)
     return groups, GenerateStats(tokens, time.monotonic() - start, swaps)
+
+  @functools.cached_property
+  def _root(self) -> jax.Array:
+    """The run's sampling key, on the rollout mesh."""
+    return jax.device_put(
+      jax.random.fold_in(jax.random.key(self._seed), _SAMPLING_STREAM),
+      rules.replicated(self._mesh),
+    )
+
+  def programs(
+    self, params: Params
+  ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Both programs of the sampler, to be compiled and not run.
+
+    Args:
+      params: Shapes of a snapshot, with their shardings on the rollout mesh.
+
+    Returns:
+      By name, a function that traces it for the shapes of the config.
+    """
+    return self.decoder.programs(
+      params,
+      num_prompts=self.config.prompts_per_batch,
+      prompt_tokens=self._max_prompt_tokens,
+    )
 
   def _inputs(self, prompts: Sequence[Prompt], first_group_id: int):
     """Left-padded prompts [Q, P], first slots [Q], request ids [Q * G, 2]."""

@@ -1,10 +1,12 @@
 """Logical axis to mesh axis: one table per mesh, and what follows from it."""
 
+import math
 from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from darl_jax.kernels.partition import Partition
 from darl_jax.types import Params
 
 MeshAxis = str | tuple[str, ...] | None
@@ -18,6 +20,7 @@ TRAIN_RULES: Mapping[str, MeshAxis] = {
   "heads": "tensor",
   "kv_heads": "tensor",
   "head_dim": None,
+  "expert": "tensor",
   "mlp": "tensor",
   "rows": ("data", "fsdp"),
 }
@@ -30,13 +33,14 @@ ROLLOUT_RULES: Mapping[str, MeshAxis] = {
   "heads": "tensor",
   "kv_heads": "tensor",
   "head_dim": None,
+  "expert": "tensor",
   "mlp": "tensor",
   "rows": "data",
 }
 
-# Axes that no config field can make divisible: they are replicated where the
-# mesh axis does not divide them.
-_REPLICATED_IF_RAGGED = ("vocab",)
+# Axes left whole where the mesh axis does not divide them: a vocabulary is what
+# it is, and experts that cannot be dealt out are each cut along "mlp" instead.
+_WHOLE_IF_RAGGED = ("vocab", "expert")
 
 
 def spec(
@@ -48,6 +52,9 @@ def spec(
 ) -> PartitionSpec:
   """The partition of an array whose axes have these logical names.
 
+  A mesh axis cuts one dimension only: of those that name it, the first that it
+  divides.
+
   Args:
     axes: A name per dimension; None leaves a dimension whole.
     shape: The array's shape.
@@ -58,6 +65,7 @@ def spec(
     ValueError: The mesh does not divide the shape, or an axis has no rule.
   """
   entries: list[MeshAxis] = []
+  used: set[str] = set()
   for name, size in zip(axes, shape, strict=True):
     if name is None:
       entries.append(None)
@@ -68,16 +76,18 @@ def spec(
       )
     target = rules[name]
     names = (target,) if isinstance(target, str) else target or ()
-    parts = 1
-    for axis in names:
-      parts *= mesh.shape[axis]
-    if size % parts:
-      if name in _REPLICATED_IF_RAGGED:
+    parts = math.prod(mesh.shape[axis] for axis in names)
+    if used.intersection(names):
+      target = None
+    elif size % parts:
+      if name in _WHOLE_IF_RAGGED:
         target = None
       else:
         raise ValueError(
           f"axis {name!r} of size {size} does not split over {names} = {parts}"
         )
+    else:
+      used.update(names)
     entries.append(target)
   return PartitionSpec(*entries)
 
@@ -112,6 +122,17 @@ def rows_sharding(
 ) -> NamedSharding:
   """Of arrays [..., rows, ...] with ``leading`` axes before the rows."""
   return NamedSharding(mesh, PartitionSpec(*[None] * leading, rules["rows"]))
+
+
+def partition(mesh: Mesh, rules: Mapping[str, MeshAxis]) -> Partition:
+  """The same table for what XLA cannot split by itself."""
+  rows = rules["rows"]
+  return Partition(
+    mesh=mesh,
+    rows=(rows,) if isinstance(rows, str) else tuple(rows),
+    tensor=rules["heads"],
+    fsdp=rules["embed"],
+  )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -39,7 +39,12 @@ def _mesh(train=(1, 1, 1)):
 
 @functools.cache
 def _learner(
-  *, train=(1, 1, 1), minibatches=1, microbatches=1, temperature=1.0
+  *,
+  train=(1, 1, 1),
+  minibatches=1,
+  microbatches=1,
+  temperature=1.0,
+  publish_dtype="float32",
 ) -> Learner:
   """Shared by the tests: each of its programs compiles once."""
   config = dataclasses.replace(
@@ -61,6 +66,7 @@ def _learner(
     mesh=_mesh(train),
     temperature=temperature,
     num_steps=10,
+    publish_dtype=jnp.dtype(publish_dtype),
   )
 
 
@@ -291,6 +297,7 @@ class StepTest(parameterized.TestCase):
       mesh=_mesh((1, 2, 1)),
       temperature=1.0,
       num_steps=10,
+      publish_dtype=jnp.dtype("float32"),
     )
     state = learner.init_state(learner.init_params(0))
     self.assertEqual(int(state.step), 0)
@@ -301,7 +308,7 @@ class StepTest(parameterized.TestCase):
       self.assertEqual(int(state.step), step)
     # As the run moves an older snapshot back, to check the sampler with.
     snapshot = transfer.to_mesh(
-      transfer.to_host(state.params, version=3),
+      learner.snapshot(state.params, version=3),
       shardings=learner.param_shardings,
       dtype=jnp.float32,
     )
@@ -472,3 +479,55 @@ class ShardedTest(parameterized.TestCase):
       self.assertEqual(
         leaf.addressable_shards[0].data.shape, (1, 8, 32 // train[2])
       )
+
+
+class SnapshotTest(parameterized.TestCase):
+  @parameterized.parameters("float32", "bfloat16")
+  def test_is_what_the_sampler_computes_with(self, dtype):
+    learner = _learner(publish_dtype=dtype)
+    state = _state(learner)
+    snapshot = learner.snapshot(state.params, version=7)
+    self.assertEqual(snapshot.version, 7)
+    want = jax.tree.map(lambda leaf: leaf.astype(dtype), _host_params())
+    jax.tree.map(np.testing.assert_array_equal, snapshot.params, want)
+    for leaf in jax.tree.leaves(snapshot.params):
+      self.assertEqual(leaf.dtype, jnp.dtype(dtype))
+    # The next step donates the parameters; the snapshot is not an alias.
+    learner.step(state, _batch())
+    jax.tree.map(np.testing.assert_array_equal, snapshot.params, want)
+
+
+def _signature(lowered) -> str:
+  """Shapes, types, shardings and donations of a program's arrays."""
+  [main] = [
+    line for line in lowered.as_text().splitlines() if "public @main" in line
+  ]
+  return main
+
+
+class ProgramsTest(parameterized.TestCase):
+  def test_are_the_ones_that_run(self):
+    """Traced without data, each program is the one that data compiles."""
+    learner = _learner(train=(2, 2, 2), minibatches=2)
+    programs = learner.programs()
+    state = _state(learner)
+    config = learner._config
+    rows = config.rows // config.minibatches
+    batch = _batch(2)
+    self.assertEqual(batch.tokens.shape, (2, 1, rows, config.row_tokens))
+    train = learner._train.lower(
+      state, jax.device_put(batch, learner._batch_shardings(batch))
+    )
+    got = {name: _signature(trace()) for name, trace in programs.items()}
+    self.assertEqual(set(got), {"score", "train_step", "publish"})
+    self.assertEqual(got["train_step"], _signature(train))
+    # A dispatch of the scoring pass has rows of its own number.
+    rows = np.zeros((config.score_rows, config.row_tokens))
+    fields = {
+      field.name: rows.astype(getattr(_score_batch(), field.name).dtype)
+      for field in dataclasses.fields(ScoreBatch)
+    }
+    score = learner._score.lower(
+      state.params, jax.device_put(ScoreBatch(**fields), learner._rows)
+    )
+    self.assertEqual(got["score"], _signature(score))

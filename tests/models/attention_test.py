@@ -1,11 +1,25 @@
 """Rotary embedding, masks and grouped-query attention against numpy loops."""
 
+import functools
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from darl_jax.models import attention
+from darl_jax.config import ConfigError, ModelConfig
+from darl_jax.kernels.partition import Partition
+from darl_jax.models import attention, presets
+from darl_jax.planner import topology
+
+
+def _frequencies(head_dim, theta, **changes):
+  shape = dict(head_dim=head_dim, rope_theta=theta)
+  return attention.rotary_frequencies(
+    ModelConfig(**presets.nano() | shape | changes)
+  )
 
 
 def _random(*shape, seed=0):
@@ -17,7 +31,9 @@ class RotaryTest(parameterized.TestCase):
     x = _random(2, 5, 3, 8)
     positions = np.array([[0, 1, 2, 3, 4], [7, 0, 1, 100, 2]], np.int32)
     theta = 500.0
-    got = attention.rotary(jnp.asarray(x), jnp.asarray(positions), theta=theta)
+    got = attention.rotary(
+      jnp.asarray(x), jnp.asarray(positions), frequencies=_frequencies(8, theta)
+    )
     # Each pair is a complex number, turned by position * theta^(-2i / H).
     pairs = x[..., :4] + 1j * x[..., 4:]
     angle = positions[..., None] * theta ** (-np.arange(0, 8, 2) / 8)
@@ -27,12 +43,17 @@ class RotaryTest(parameterized.TestCase):
 
   def test_scores_depend_on_the_distance_alone(self):
     query, key = _random(1, 1, 1, 16), _random(1, 1, 1, 16, seed=1)
+    frequencies = _frequencies(16, 1e4)
 
     @jax.jit
     def score(query_position, key_position):
       return jnp.sum(
-        attention.rotary(query, jnp.full((1, 1), query_position), theta=1e4)
-        * attention.rotary(key, jnp.full((1, 1), key_position), theta=1e4)
+        attention.rotary(
+          query, jnp.full((1, 1), query_position), frequencies=frequencies
+        )
+        * attention.rotary(
+          key, jnp.full((1, 1), key_position), frequencies=frequencies
+        )
       )
 
     np.testing.assert_allclose(score(9, 4), score(105, 100), rtol=1e-4)
@@ -41,10 +62,45 @@ class RotaryTest(parameterized.TestCase):
   def test_angles_are_float32_in_bfloat16(self):
     x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
     # 257 is not a bfloat16: rounded to 256, it would turn by a radian less.
-    got = attention.rotary(x, jnp.full((1, 1), 257), theta=1e4)
+    got = attention.rotary(
+      x, jnp.full((1, 1), 257), frequencies=_frequencies(4, 1e4)
+    )
     self.assertEqual(got.dtype, jnp.bfloat16)
     want = np.cos(257) - np.sin(257)
     np.testing.assert_allclose(float(got[0, 0, 0, 0]), want, atol=0.01)
+
+  def test_frequencies_are_stretched_as_llama_does(self):
+    # By the published description: whole wavelengths in the original context.
+    factor, low, high, context = 8.0, 1.0, 4.0, 8192
+    got = _frequencies(
+      128,
+      5e5,
+      rope_scaling_factor=factor,
+      rope_low_frequency_factor=low,
+      rope_high_frequency_factor=high,
+      rope_original_context=context,
+    )
+    plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    kinds = set()
+    for i, frequency in enumerate(plain):
+      wavelength = 2 * np.pi / frequency
+      if wavelength < context / high:
+        kind, want = "kept", frequency
+      elif wavelength > context / low:
+        kind, want = "divided", frequency / factor
+      else:
+        smooth = (context / wavelength - low) / (high - low)
+        kind = "between"
+        want = (1 - smooth) * frequency / factor + smooth * frequency
+      kinds.add(kind)
+      np.testing.assert_allclose(got[i], want, rtol=1e-5)
+    self.assertLen(kinds, 3)
+
+  def test_a_factor_of_one_stretches_nothing(self):
+    np.testing.assert_array_equal(
+      _frequencies(16, 1e4, rope_low_frequency_factor=7.0),
+      _frequencies(16, 1e4),
+    )
 
 
 class PackedMaskTest(parameterized.TestCase):
@@ -103,3 +159,94 @@ class AttendTest(parameterized.TestCase):
     np.testing.assert_array_equal(
       attend(query, key, key, mask), attend(query, other, other, mask)
     )
+
+
+class PackedTest(parameterized.TestCase):
+  """Every way to attend within segments gives what ``attend`` gives."""
+
+  def _inputs(self, batch, length, heads, kv_heads, head_dim):
+    query = _random(batch, length, heads, head_dim)
+    key = _random(batch, length, kv_heads, head_dim, seed=1)
+    value = _random(batch, length, kv_heads, head_dim, seed=2)
+    rng = np.random.default_rng(3)
+    # Ascending ids with a gap or two, and padding at the end.
+    segments = np.cumsum(rng.random((batch, length)) < 4 / length, axis=1) + 1
+    segments[:, length - length // 8 :] = 0
+    return query, key, value, segments.astype(np.int32)
+
+  def _value_and_gradients(self, attend, inputs):
+    *arrays, segments = inputs
+
+    def loss(*arrays):
+      out = attend(*arrays, segments)
+      return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    (_, out), gradients = jax.jit(
+      jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    )(*arrays)
+    return out, gradients
+
+  def _dense(self, query, key, value, segments):
+    mask = attention.packed_mask(segments)
+    return attention.attend(query, key, value, mask)
+
+  @parameterized.parameters(12, 13, 8, 3)
+  def test_blocks_of_queries_equal_the_whole(self, length):
+    inputs = self._inputs(2, length, 4, 2, 8)
+    want = self._value_and_gradients(self._dense, inputs)
+    with mock.patch.object(attention, "_QUERY_BLOCK", 4):
+      got = self._value_and_gradients(attention.attend_packed, inputs)
+    for w, g in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+      np.testing.assert_allclose(g, w, atol=2e-5)
+
+  def test_a_block_of_queries_never_sees_the_whole_score_matrix(self):
+    inputs = self._inputs(1, 64, 1, 1, 8)
+    with mock.patch.object(attention, "_QUERY_BLOCK", 16):
+      program = jax.make_jaxpr(
+        lambda *arrays: self._value_and_gradients(
+          attention.attend_packed, arrays
+        )
+      )(*inputs)
+    text = str(program)
+    self.assertIn("16,64]", text)
+    self.assertNotIn("64,64]", text)
+
+  @parameterized.parameters((256, 2, 1), (384, 2, 2))
+  def test_splash_attention_equals_the_dense_one(self, length, heads, kv_heads):
+    inputs = self._inputs(2, length, heads, kv_heads, 128)
+    want = self._value_and_gradients(self._dense, inputs)
+    got = self._value_and_gradients(
+      functools.partial(attention._splash, interpret=True), inputs
+    )
+    for w, g in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+      np.testing.assert_allclose(g, w, atol=1e-4, rtol=1e-4)
+
+  @parameterized.parameters("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+  def test_splash_attention_compiles_for(self, name):
+    try:
+      devices = topology.devices(name)
+    except ConfigError as error:
+      self.skipTest(str(error))
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("rows", "tensor"))
+    partition = Partition(mesh, ("rows",), "tensor", None)
+    shapes = ((2, 1024, 4, 128), (2, 1024, 2, 128), (2, 1024, 2, 128))
+    heads = NamedSharding(mesh, PartitionSpec("rows", None, "tensor", None))
+    arrays = [
+      jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=heads)
+      for shape in shapes
+    ]
+    segments = jax.ShapeDtypeStruct(
+      (2, 1024), jnp.int32, sharding=NamedSharding(mesh, partition.row_spec)
+    )
+
+    def loss(query, key, value, segments):
+      out = attention.attend_packed(
+        query, key, value, segments, partition=partition
+      )
+      return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    compiled = program.lower(*arrays, segments).compile().as_text()
+    self.assertIn("splash", compiled)
+    # A device's score matrix of its one row and two heads.
+    self.assertNotIn("1024,1024]", compiled)

@@ -2,20 +2,19 @@
 
 import dataclasses
 import functools
-import json
-import pathlib
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from jax.sharding import Mesh
 
 from darl_jax.config import ModelConfig
+from darl_jax.kernels.partition import Partition
 from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.models import kv_cache, presets, transformer
 
-_FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 _VOCAB = 40
 
 _FAMILIES = dict(
@@ -24,6 +23,9 @@ _FAMILIES = dict(
   qwen3=dict(tie_embeddings=False, num_layers=2),
   one_kv_head=dict(num_kv_heads=1),
   as_many_kv_heads=dict(num_kv_heads=4),
+  qwen3_moe=dict(
+    num_experts=5, experts_per_token=2, expert_mlp_dim=10, num_layers=2
+  ),
   many_layers=dict(num_layers=transformer._UNROLLED_LAYERS + 1),
 )
 
@@ -85,7 +87,7 @@ def _by_family(test):
 
 
 class PackingTest(parameterized.TestCase):
-  @parameterized.parameters("llama", "qwen3")
+  @parameterized.parameters("llama", "qwen3", "qwen3_moe")
   def test_packed_rows_equal_unpacked_ones(self, family):
     policy, params = _policy(family)
     lengths = (5, 2, 7)
@@ -150,10 +152,13 @@ class PackingTest(parameterized.TestCase):
 
 
 class CacheTest(parameterized.TestCase):
-  @parameterized.parameters("qwen2", "qwen3", "one_kv_head", "many_layers")
+  @parameterized.parameters(
+    "qwen2", "qwen3", "one_kv_head", "qwen3_moe", "many_layers"
+  )
   def test_prefill_and_decode_equal_the_full_forward(self, family):
     policy, params = _policy(family)
     lengths, width, new = (6, 1, 4), 6, 4
+    prefill = jax.jit(functools.partial(policy.prefill, dtype=jnp.float32))
     extend = jax.jit(policy.extend)
     rows = _tokens(3, width + new)
     # What each row says, moved to the left and padded on the right.
@@ -167,14 +172,16 @@ class CacheTest(parameterized.TestCase):
     first = width - np.array(lengths, np.int32)
     # Prompts end at ``width``; what is on their left is padding.
     padded[np.arange(width)[None] < first[:, None]] = 9
-    cache = kv_cache.empty(
-      policy.config, first=first, slots=width + new + 3, dtype=jnp.float32
-    )
-    hidden, cache = extend(params, padded, cache)
+    hidden, cache = prefill(params, padded, first)
+    cache = kv_cache.grow(cache, slots=new + 3, times=1)
     parts = [hidden]
-    for t in range(width, width + new):
-      hidden, cache = extend(params, rows[:, t : t + 1], cache)
-      parts.append(hidden)
+    # Two dispatches of two tokens: within one and from one to the next.
+    for start in range(width, width + new, 2):
+      tail = kv_cache.append(cache, slots=2)
+      for t in (start, start + 1):
+        hidden, tail = extend(params, rows[:, t : t + 1], tail)
+        parts.append(hidden)
+      cache = tail.merged()
     got = np.concatenate(parts, axis=1)
     self.assertEqual(int(cache.length), width + new)
     for row, length in enumerate(lengths):
@@ -192,9 +199,10 @@ class CacheTest(parameterized.TestCase):
       cache = kv_cache.empty(
         policy.config, first=first, slots=8, dtype=jnp.float32
       )
+      tail = kv_cache.append(cache, slots=7)
       parts = []
       for part in np.split(tokens, np.cumsum(sizes)[:-1], axis=1):
-        hidden, cache = extend(params, part, cache)
+        hidden, tail = extend(params, part, tail)
         parts.append(hidden)
       return np.concatenate(parts, axis=1)
 
@@ -221,12 +229,13 @@ class ProgramTest(parameterized.TestCase):
     self.assertEqual((loops, no_loops), (1, 0))
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5)
 
-  def test_remat_gives_the_same_gradient(self):
+  @parameterized.parameters({}, _FAMILIES["qwen3_moe"])
+  def test_remat_gives_the_same_gradient(self, **changes):
     tokens = _tokens(2, 6)
-    gradients = []
-    for remat in (False, True):
+    gradients, kept = [], []
+    for remat in ("none", "attention", "layer"):
       policy = transformer.Policy(
-        _config(remat=remat, qkv_bias=True), vocab_size=_VOCAB
+        _config(remat=remat, qkv_bias=True, **changes), vocab_size=_VOCAB
       )
       params = _noisy(policy)
 
@@ -234,11 +243,20 @@ class ProgramTest(parameterized.TestCase):
         hidden = policy.hidden(params, tokens, *_whole_rows(tokens))
         return jnp.mean(jnp.sin(hidden))
 
-      self.assertEqual("remat" in str(jax.make_jaxpr(loss)(params)), remat)
       gradients.append(jax.jit(jax.grad(loss))(params))
-    for want, got in zip(*map(jax.tree.leaves, gradients), strict=True):
-      self.assertGreater(np.abs(np.asarray(want)).max(), 1e-6)
-      np.testing.assert_allclose(got, want, atol=1e-6)
+      residuals = jax.eval_shape(
+        lambda p, loss=loss: jax.vjp(loss, p)[1], params
+      )
+      kept.append(sum(x.size for x in jax.tree.leaves(residuals)))
+    # What is stored shrinks: by all but the attention's output, then by it.
+    self.assertGreater(kept[0], kept[1])
+    heads, head_dim = policy.config.num_heads, policy.config.head_dim
+    layers = policy.config.num_layers
+    self.assertEqual(kept[1] - kept[2], layers * tokens.size * heads * head_dim)
+    for leaves in zip(*map(jax.tree.leaves, gradients), strict=True):
+      self.assertGreater(np.abs(np.asarray(leaves[0])).max(), 1e-6)
+      for got in leaves[1:]:
+        np.testing.assert_allclose(got, leaves[0], atol=1e-6)
 
   def test_bfloat16_is_close_to_float32(self):
     whole, params = _policy("llama")
@@ -255,23 +273,18 @@ class ProgramTest(parameterized.TestCase):
     self.assertLess(gaps.mean(), 0.03)
     self.assertGreater(gaps.max(), 0.0)
 
-  def test_activations_are_constrained_at_every_layer(self):
+  def test_activations_are_pinned_at_every_layer(self):
     policy, params = _policy("llama")
     tokens = _tokens(2, 6)
-    seen = []
-
-    def constrain(x):
-      seen.append(x.shape)
-      return x
-
-    jax.eval_shape(
-      functools.partial(policy.hidden, constrain=constrain),
-      params,
-      tokens,
-      *_whole_rows(tokens),
-    )
-    self.assertEqual(set(seen), {(2, 6, 16)})
-    self.assertGreater(len(seen), 1)
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("rows", "tensor"))
+    partition = Partition(mesh, ("rows",), "tensor", None)
+    program = jax.make_jaxpr(
+      functools.partial(policy.hidden, partition=partition)
+    )(params, tokens, *_whole_rows(tokens))
+    text = str(program)
+    # After the embedding and after each layer's body.
+    self.assertGreaterEqual(text.count("sharding_constraint"), 2)
+    self.assertIn("'rows'", text)
 
 
 class ParametersTest(parameterized.TestCase):
@@ -286,7 +299,7 @@ class ParametersTest(parameterized.TestCase):
     jax.tree.map(check, axes, params, is_leaf=lambda x: isinstance(x, tuple))
     self.assertEqual(axes["layers"]["attention"]["query"][0], "layer")
 
-  @parameterized.parameters("qwen2", "qwen3")
+  @parameterized.parameters("qwen2", "qwen3", "qwen3_moe")
   def test_every_parameter_is_used(self, family):
     policy, params = _policy(family)
     tokens = _tokens(2, 6)
@@ -321,151 +334,3 @@ class ParametersTest(parameterized.TestCase):
       np.testing.assert_allclose(kernel.std(), (fan_in * 4) ** -0.5, rtol=0.1)
     other = init(jax.random.key(1))
     self.assertFalse(np.array_equal(params["embedding"], other["embedding"]))
-
-
-def _read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """float32 arrays by name: a JSON header, then raw bytes."""
-  raw = path.read_bytes()
-  size = int.from_bytes(raw[:8], "little")
-  header = json.loads(raw[8 : 8 + size])
-  header.pop("__metadata__", None)
-  arrays = {}
-  for name, entry in header.items():
-    assert entry["dtype"] == "F32", entry
-    begin, end = (8 + size + offset for offset in entry["data_offsets"])
-    flat = np.frombuffer(raw[begin:end], "<f4")
-    arrays[name] = flat.reshape(entry["shape"])
-  return arrays
-
-
-def _read_config(path: pathlib.Path) -> tuple[ModelConfig, int]:
-  """Our config of a published one, and its vocabulary's size."""
-  published = json.loads(path.read_text())
-  heads, dim = published["num_attention_heads"], published["hidden_size"]
-  theta = published.get("rope_parameters", published)["rope_theta"]
-  config = _config(
-    num_layers=published["num_hidden_layers"],
-    embed_dim=dim,
-    mlp_dim=published["intermediate_size"],
-    num_heads=heads,
-    num_kv_heads=published["num_key_value_heads"],
-    head_dim=published.get("head_dim", dim // heads),
-    rope_theta=theta,
-    norm_eps=published["rms_norm_eps"],
-    tie_embeddings=published["tie_word_embeddings"],
-    qkv_bias=published["model_type"] == "qwen2",
-    qk_norm=published["model_type"] == "qwen3",
-  )
-  return config, published["vocab_size"]
-
-
-def _published_params(config: ModelConfig, arrays: dict[str, np.ndarray]):
-  """The published weights under our names, layers stacked."""
-  dim, head_dim = config.embed_dim, config.head_dim
-  used = set()
-
-  def take(name):
-    used.add(name)
-    return arrays[name]
-
-  def stack(name, change):
-    return np.stack(
-      [
-        change(take(f"model.layers.{i}.{name}"))
-        for i in range(config.num_layers)
-      ]
-    )
-
-  def same(x):
-    return x
-
-  def heads(x):  # [N * H, D] -> [D, N, H]
-    return x.reshape(-1, head_dim, dim).transpose(2, 0, 1)
-
-  attention = dict(
-    output=stack(
-      "self_attn.o_proj.weight",
-      lambda x: x.reshape(dim, -1, head_dim).transpose(1, 2, 0),
-    )
-  )
-  for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v")):
-    name = f"self_attn.{theirs}_proj"
-    attention[ours] = stack(f"{name}.weight", heads)
-    if config.qkv_bias:
-      attention[f"{ours}_bias"] = stack(
-        f"{name}.bias", lambda x: x.reshape(-1, head_dim)
-      )
-    if config.qk_norm and theirs != "v":
-      attention[f"{ours}_norm"] = stack(f"self_attn.{theirs}_norm.weight", same)
-  params = dict(
-    embedding=take("model.embed_tokens.weight"),
-    final_norm=take("model.norm.weight"),
-    layers=dict(
-      attention=attention,
-      attention_norm=stack("input_layernorm.weight", same),
-      feed_forward_norm=stack("post_attention_layernorm.weight", same),
-      feed_forward={
-        name: stack(f"mlp.{name}_proj.weight", np.transpose)
-        for name in ("gate", "up", "down")
-      },
-    ),
-  )
-  if not config.tie_embeddings:
-    params["unembedding"] = take("lm_head.weight")
-  assert used == set(arrays), set(arrays) - used
-  return params
-
-
-class PublishedFormatTest(parameterized.TestCase):
-  """Random checkpoints in the published format, and what transformers says."""
-
-  def _load(self, name):
-    folder = _FIXTURES / name
-    config, vocab_size = _read_config(folder / "config.json")
-    policy = transformer.Policy(config, vocab_size=vocab_size)
-    params = _published_params(
-      config, _read_safetensors(folder / "model.safetensors")
-    )
-    shapes = jax.eval_shape(policy.init, jax.random.key(0))
-    self.assertEqual(
-      jax.tree.map(lambda x: x.shape, shapes),
-      jax.tree.map(lambda x: x.shape, params),
-    )
-    with np.load(folder / "expected.npz") as expected:
-      return policy, params, dict(expected)
-
-  @parameterized.parameters("llama-tied", "qwen2-bias", "qwen3-qknorm")
-  def test_token_logprobs(self, name):
-    policy, params, expected = self._load(name)
-    tokens = expected["tokens"].astype(np.int32)
-    got = _logprobs(policy, params, tokens, *_whole_rows(tokens))
-    np.testing.assert_allclose(
-      got[:, 1:], expected["token_logprobs"], atol=2e-5, rtol=0
-    )
-
-  @parameterized.parameters("llama-tied", "qwen2-bias", "qwen3-qknorm")
-  def test_greedy_continuation(self, name):
-    policy, params, expected = self._load(name)
-    want = expected["greedy"].astype(np.int32)
-    prompt, new = 12, want.shape[1] - 12
-    cache = kv_cache.empty(
-      policy.config,
-      first=jnp.zeros(len(want), jnp.int32),
-      slots=prompt + new,
-      dtype=jnp.float32,
-    )
-
-    def step(params, tokens, cache):
-      hidden, cache = policy.extend(params, tokens, cache)
-      logits = hidden[:, -1] @ policy.unembedding(params).T
-      return jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None], cache
-
-    jitted = jax.jit(step)
-    chosen, cache = jitted(params, want[:, :prompt], cache)
-    parts = [chosen]
-    for _ in range(new - 1):
-      chosen, cache = jitted(params, chosen, cache)
-      parts.append(chosen)
-    np.testing.assert_array_equal(
-      np.concatenate(parts, axis=1), want[:, prompt:]
-    )

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -13,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import reasoning_gym
+import tokenizers
 from absl.testing import parameterized
 from reasoning_gym import factory
 
@@ -32,6 +34,9 @@ def make_config(**changes) -> PromptsConfig:
     num_items=500,
     heldout_fraction=0.2,
     max_tokens=12,
+    instruction="{question}",
+    tokenizer="",
+    system="",
     vocab_size=320,
   )
   return PromptsConfig(**(fields | changes))
@@ -166,6 +171,23 @@ class LoadTest(parameterized.TestCase):
     self.assertIsNone(loaded.train[0].reference["answer"])
     self.assertEqual(loaded.longest_response, 0)
 
+  def test_a_generator_that_fails_at_a_later_item(self):
+    class Dataset:
+      def __getitem__(self, index):
+        if index == 2:
+          raise ZeroDivisionError("no such sum")
+        return {"question": f"What is {index}?", "answer": str(index)}
+
+    with (
+      mock.patch.object(
+        dataset.reasoning_gym, "create_dataset", return_value=Dataset()
+      ),
+      self.assertRaisesRegex(
+        ConfigError, "fails to generate item 2: ZeroDivisionError: no such sum"
+      ),
+    ):
+      dataset.load(make_config(), seed=0)
+
   def test_no_prompt_short_enough(self):
     with self.assertRaisesRegex(
       ConfigError, r"prompts.max_tokens = 3 drops .* Try prompts.max_tokens=8\."
@@ -182,6 +204,69 @@ class LoadTest(parameterized.TestCase):
     seconds = time.monotonic() - start
     logging.getLogger(__name__).warning("20,000 items in %.2f s", seconds)
     self.assertLess(seconds, 15.0)  # Only that nothing is absurd.
+
+
+class TokenizerTest(parameterized.TestCase):
+  def published(self, template: str) -> str:
+    """A folder with a tokenizer of bytes and a chat template."""
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = ["<end>", *sorted(byte_level.alphabet())]
+    tokenizer = tokenizers.Tokenizer(
+      tokenizers.models.BPE(
+        vocab={text: token for token, text in enumerate(vocabulary)}, merges=[]
+      )
+    )
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    config = {"eos_token": "<end>", "chat_template": template}
+    with open(f"{folder}/tokenizer_config.json", "w") as file:
+      json.dump(config, file)
+    return folder
+
+  def test_a_published_one_asks_through_its_template(self):
+    template = (
+      "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+    )
+    config = make_config(
+      tokenizer=self.published(template),
+      system="Add {up}.",
+      instruction="{question} Give {x}, a number.",
+      max_tokens=999,
+    )
+    loaded = dataset.load(config, seed=5)
+    bare = dataset.load(make_config(), seed=5)
+    self.assertEqual(ids(loaded.train), ids(bare.train))
+    self.assertEqual(ids(loaded.heldout), ids(bare.heldout))
+    for prompt, same in zip(loaded.train, bare.train, strict=True):
+      question = bare.tokenizer.decode(same.tokens)
+      self.assertEqual(
+        loaded.tokenizer.decode_prompt(prompt.tokens),
+        f"system:Add {{up}}.|user:{question} Give {{x}}, a number.|",
+      )
+      self.assertEqual(prompt.reference, same.reference)
+    self.assertEqual(loaded.tokenizer.stop_ids, (0,))
+
+  def test_the_instruction_is_of_the_trained_ones_template_too(self):
+    loaded = dataset.load(
+      make_config(instruction="{question}\nBriefly:"), seed=5
+    )
+    bare = dataset.load(make_config(), seed=5)
+    for prompt, same in zip(loaded.train, bare.train, strict=True):
+      question = bare.tokenizer.decode(same.tokens)
+      self.assertEqual(
+        loaded.tokenizer.decode_prompt(prompt.tokens), question + "\nBriefly:"
+      )
+      self.assertLessEqual(len(prompt.tokens), len(same.tokens) + 1)
+
+  def test_what_cannot_be_read_is_a_config_error(self):
+    with self.assertRaisesRegex(ConfigError, "There is no tokenizer.json"):
+      dataset.load(make_config(tokenizer="nowhere"), seed=5)
+    refusing = self.published("{{ raise_exception('never') }}")
+    with self.assertRaisesRegex(ConfigError, "refuses messages of user: never"):
+      dataset.load(make_config(tokenizer=refusing), seed=5)
 
 
 class CheckConfigTest(parameterized.TestCase):
@@ -267,6 +352,12 @@ class BatchesTest(parameterized.TestCase):
     fresh = dataset.batches(self.prompts, batch_size=7, seed=1)
     fresh.set_state(state)
     self.assertEqual(self.take(fresh, 10), expected)
+
+  def test_batches_of_one_prompt(self):
+    batches = dataset.batches(self.prompts, batch_size=1, seed=0)
+    drawn = self.take(batches, 2 * len(self.prompts))
+    for epoch in (drawn[: len(self.prompts)], drawn[len(self.prompts) :]):
+      self.assertCountEqual(sum(epoch, []), ids(self.prompts))
 
   def test_too_few_prompts(self):
     with self.assertRaisesRegex(

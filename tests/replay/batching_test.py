@@ -178,6 +178,16 @@ class PackTest(parameterized.TestCase):
     ideal = lengths.sum() / 4096
     self.assertLess(packing.row.max() + 1, 1.02 * ideal + 1)
 
+  def test_a_row_holds_no_more_than_its_moments_have_room_for(self):
+    packing = batching.pack(np.full(300, 2), rows=4, row_tokens=1000)
+    self.assertEqual(types.row_segments(1000), 128)
+    np.testing.assert_array_equal(
+      np.bincount(packing.row, minlength=4), [128, 128, 44, 0]
+    )
+    self.assertEqual(packing.segment.max(), 128)
+    # A short row is full before it has so many.
+    self.assertEqual(types.row_segments(48), 24)
+
   def test_does_better_than_in_order(self):
     packing = batching.pack(np.array([4, 4, 6, 6, 5, 5]), rows=3, row_tokens=10)
     self.assertEqual(sorted(packing.row.tolist()), [0, 0, 1, 1, 2, 2])

@@ -425,3 +425,25 @@ class ShapesTest(parameterized.TestCase):
       ValueError, f"{count} prompts .* rollout.prompts_per_batch = 4"
     ):
       _generate(prompts=_prompts(count))
+
+
+class ProgramsTest(parameterized.TestCase):
+  def test_are_the_ones_that_run(self):
+    """Traced without data, each program is the one that data compiles."""
+    engine = _engine(mesh=(2, 2))
+    snapshot = _snapshot(mesh=(2, 2))
+    shapes = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding
+      ),
+      snapshot.params,
+    )
+    programs = engine.programs(shapes)
+    self.assertEqual(set(programs), {"prefill", "decode"})
+    decoder = engine.decoder
+    inputs = (snapshot.params, *engine._inputs(_prompts(2), 0), engine._root)
+    prefill = decoder.prefill.lower(*inputs)
+    self.assertEqual(programs["prefill"]().as_text(), prefill.as_text())
+    state, _ = decoder.prefill(*inputs)
+    decode = decoder.decode.lower(snapshot.params, state)
+    self.assertEqual(programs["decode"]().as_text(), decode.as_text())

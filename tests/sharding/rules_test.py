@@ -16,6 +16,9 @@ from darl_jax.sharding import meshes, rules
 _TABLES = dict(train=rules.TRAIN_RULES, rollout=rules.ROLLOUT_RULES)
 
 
+_EXPERTS = dict(num_experts=6, experts_per_token=2, expert_mlp_dim=10)
+
+
 def _mesh(name):
   devices = np.array(jax.devices())
   if name == "train":
@@ -27,7 +30,12 @@ def _policies():
   """Every family of models."""
   for bias, norm, tied in itertools.product((False, True), repeat=3):
     changes = dict(qkv_bias=bias, qk_norm=norm, tie_embeddings=tied)
-    yield Policy(ModelConfig(**presets.nano() | changes), vocab_size=40)
+    yield _policy(**changes)
+  yield _policy(**_EXPERTS)
+
+
+def _policy(**changes):
+  return Policy(ModelConfig(**presets.nano() | changes), vocab_size=40)
 
 
 def _names(axes):
@@ -58,7 +66,7 @@ class TablesTest(parameterized.TestCase):
     self.assertEqual(named, set(mesh.axis_names))
 
   def test_layout(self):
-    *_, policy = _policies()
+    policy = _policy(qkv_bias=True, tie_embeddings=False)
     shapes = jax.eval_shape(policy.init, jax.random.key(0))
 
     def specs(name):
@@ -80,6 +88,24 @@ class TablesTest(parameterized.TestCase):
       self.assertEqual(attention["key_bias"], (None, "tensor", None))
       self.assertEqual(feed_forward["up"], (None, embed, "tensor"))
       self.assertEqual(feed_forward["down"], (None, "tensor", embed))
+
+  @parameterized.parameters(
+    (6, ("tensor", "fsdp", None), ("tensor", None, "fsdp"), "tensor"),
+    (5, (None, "fsdp", "tensor"), (None, "tensor", "fsdp"), None),
+  )
+  def test_experts_are_dealt_out_or_cut(self, count, up, down, router):
+    policy = _policy(**_EXPERTS | dict(num_experts=count))
+    shardings = rules.param_shardings(
+      policy.logical_axes,
+      jax.eval_shape(policy.init, jax.random.key(0)),
+      mesh=_mesh("train"),
+      rules=rules.TRAIN_RULES,
+    )
+    got = shardings["layers"]["feed_forward"]
+    self.assertEqual(tuple(got["up"].spec), (None, *up))
+    self.assertEqual(tuple(got["gate"].spec), (None, *up))
+    self.assertEqual(tuple(got["down"].spec), (None, *down))
+    self.assertEqual(tuple(got["router"].spec), (None, "fsdp", router))
 
 
 class SpecTest(parameterized.TestCase):
@@ -107,9 +133,9 @@ class SpecTest(parameterized.TestCase):
       rules.spec(("rows", None), (6, 5), mesh=mesh, rules=rules.TRAIN_RULES)
 
   def test_an_unknown_axis_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "'expert' has no rule.*vocab"):
+    with self.assertRaisesRegex(ValueError, "'expart' has no rule.*vocab"):
       rules.spec(
-        ("expert",), (8,), mesh=_mesh("train"), rules=rules.TRAIN_RULES
+        ("expart",), (8,), mesh=_mesh("train"), rules=rules.TRAIN_RULES
       )
 
   def test_ranks_must_agree(self):

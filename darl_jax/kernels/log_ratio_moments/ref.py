@@ -59,9 +59,9 @@ def log_ratio_moments(
     ent_i  = sum_t m_it ell_it^2 / (H_it + 0.01) / T_i
 
   Source: method 2.1, our reconstruction of D-ARL's metric. The variance takes
-  two passes, so a large mean costs it no digits. ell is clamped to [-20, 20]
-  as everywhere, so an impossible token is a very bad match and not a NaN.
-  Carries no gradient.
+  two passes, the second of which also corrects the mean, so a large mean costs
+  it no digits. ell is clamped to [-20, 20] as everywhere, so an impossible
+  token is a very bad match and not a NaN. Carries no gradient.
 
   Sums over a trajectory are a scatter-add in each row. It needs [B, T] of
   memory where a one-hot product needs [B, T, S], is 4 to 18 times faster on a
@@ -94,9 +94,13 @@ def log_ratio_moments(
   count = sums[..., 0]
   mean = numerics.safe_divide(sums[..., 1], count)
   centered = ell - jnp.take_along_axis(mean, segments, axis=1)
-  variance = numerics.safe_divide(
-    _segment_sum(jnp.square(centered), segments, num_segments), count
-  )
+  again = jnp.stack((centered, jnp.square(centered)), axis=-1)
+  again = _segment_sum(again, segments, num_segments)
+  # What rounding left of the mean: 1e-6 nats of 5 after 8192 tokens.
+  residual = numerics.safe_divide(again[..., 0], count)
+  variance = numerics.safe_divide(again[..., 1], count) - jnp.square(residual)
+  variance = jnp.maximum(variance, 0.0)
+  mean = mean + residual
   per_segment = LogRatioMoments(
     count=count,
     mean=mean,

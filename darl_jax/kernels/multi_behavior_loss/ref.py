@@ -1,6 +1,7 @@
 """The multi-behavior policy loss: the definition."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -140,14 +141,30 @@ def multi_behavior_loss(
       clipped_dual=too_high & negative,
       ratio=behavior_ratio,
       ratio_squared=jnp.square(behavior_ratio),
-      # expm1: r - 1 of a small log-ratio would keep none of k3's digits.
-      kl=jnp.expm1(behavior_ell) - behavior_ell,
+      kl=k3(behavior_ell, behavior_ratio),
       weight_capped=capped,
     ),
     jnp.where(loss_mask, behavior_index, num_versions),
     num_versions,
   )
   return loss, sums
+
+
+def k3(ell: jax.Array, ratio: jax.Array) -> jax.Array:
+  """r - 1 - log r, to a few units in its last place.
+
+  Of a small log-ratio that difference keeps none of its digits (and expm1(ell)
+  - ell few of them), so there it is the Taylor series, of which below 0.5 the
+  first term left out is 1e-7 of the sum.
+
+  Args:
+    ell: [...], log r, nats.
+    ratio: [...], r.
+  """
+  series = jnp.full_like(ell, 1 / math.factorial(8))
+  for n in range(7, 1, -1):
+    series = series * ell + 1 / math.factorial(n)
+  return jnp.where(jnp.abs(ell) < 0.5, ell * ell * series, ratio - 1.0 - ell)
 
 
 def _sum_by_version(

@@ -1,6 +1,7 @@
 """The multi-behavior policy loss."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 from absl.testing import parameterized
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from darl_jax.kernels.multi_behavior_loss import ops
+from darl_jax.kernels.multi_behavior_loss import block_sizes, ops
+from darl_jax.kernels.partition import Partition
+from darl_jax.planner import topology
 
 _SETTINGS = dict(
   trust_region="behavior",
@@ -49,6 +52,32 @@ def _batch(seed=0, *, rows=4, tokens=12, versions=3, scale=0.4, masked=0.3):
     clip_low=np.linspace(0.1, 0.3, versions).astype("f4"),
     clip_high=np.linspace(0.4, 0.15, versions).astype("f4"),
   )
+
+
+def _partition(devices):
+  """Rows over data and fsdp, as on the train mesh."""
+  data = 2 if len(devices) > 1 else 1
+  mesh = Mesh(
+    np.array(devices).reshape(data, -1, 1), ("data", "fsdp", "tensor")
+  )
+  return Partition(mesh, rows=("data", "fsdp"), tensor="tensor", fsdp="fsdp")
+
+
+def _abstract(shape, *, versions, dtype="f4", mesh=None, rows=None):
+  """Shapes of a batch, laid out on a mesh if there is one."""
+
+  def array(shape, dtype, spec):
+    sharding = None if mesh is None else NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  whole = PartitionSpec()
+  rows = whole if rows is None else rows
+  dtypes = dict.fromkeys(_FLOATS, "f4") | dict(
+    logprobs=dtype, loss_mask=bool, behavior_index="i4"
+  )
+  return {name: array(shape, d, rows) for name, d in dtypes.items()} | {
+    name: array((versions,), "f4", whole) for name in ("clip_low", "clip_high")
+  }
 
 
 @functools.cache
@@ -425,6 +454,87 @@ class MultiBehaviorLossTest(parameterized.TestCase):
     for collective in ("all-gather", "all-to-all", "permute"):
       self.assertNotIn(collective, program)
 
+  @parameterized.parameters(*_ALL_SETTINGS)
+  def test_partitioned_rows_equal_unsharded(self, **settings):
+    batch = _batch(rows=16, scale=1.0)
+    partition = _partition(jax.devices())
+    rows = NamedSharding(partition.mesh, partition.row_spec)
+    sharded = batch | {n: jax.device_put(batch[n], rows) for n in _BY_TOKEN}
+    differentiated = _compiled(**settings, partition=partition)
+    got = differentiated(sharded)
+    self.assertEqual(got[1].sharding.spec, partition.row_spec)
+    self.assertTrue(got[0][0].sharding.is_fully_replicated)
+    expected = _compiled(**settings)(batch)
+    jax.tree.map(
+      lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6),
+      got,
+      expected,
+    )
+    primal = jax.jit(
+      functools.partial(
+        ops.multi_behavior_loss, **settings, partition=partition
+      )
+    )
+    jax.tree.map(
+      lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6),
+      primal(**sharded),
+      expected[0],
+    )
+    # Devices exchange sums, never rows.
+    program = differentiated.lower(sharded).compile().as_text()
+    self.assertIn("all-reduce", program)
+    for collective in ("all-gather", "all-to-all", "permute"):
+      self.assertNotIn(collective, program)
+
+  def test_partition_of_one_device(self):
+    batch = _batch(scale=1.0)
+    partition = _partition(jax.devices()[:1])
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      _compiled(**_DECOUPLED, partition=partition)(batch),
+      _compiled(**_DECOUPLED)(batch),
+    )
+
+  def test_refuses_rows_that_do_not_split(self):
+    partition = _partition(jax.devices())
+    with self.assertRaisesRegex(ValueError, "logprobs has 4 rows.*Try 8"):
+      ops.multi_behavior_loss(**_batch(), **_SETTINGS, partition=partition)
+
+  @parameterized.parameters(*_ALL_SETTINGS)
+  def test_gradient_has_the_dtype_of_the_logprobs(self, **settings):
+    batch = _batch(scale=1.0)
+    rounded = batch | dict(logprobs=jnp.asarray(batch["logprobs"], "bfloat16"))
+    loss, sums, gradient = _loss(rounded, **settings)
+    self.assertEqual(loss.dtype, jnp.float32)
+    self.assertEqual(gradient.dtype, jnp.bfloat16)
+    same = batch | dict(logprobs=np.asarray(rounded["logprobs"], "f4"))
+    want_loss, want_sums, want = _loss(same, **settings)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, sums, want_sums)
+    # Rounded once: half a unit of bfloat16's eight bits.
+    np.testing.assert_allclose(gradient.astype("f4"), want, rtol=2**-8)
+
+  @parameterized.parameters(-3.0, 0.0, 7.0)
+  def test_gradient_is_scaled_by_what_follows(self, scale):
+    batch = _batch(scale=1.0)
+    rest = {k: v for k, v in batch.items() if k != "logprobs"}
+
+    def f(logprobs, scale):
+      loss, sums = ops.multi_behavior_loss(logprobs, **rest, **_DECOUPLED)
+      return scale * loss + jnp.sum(sums.ratio)
+
+    got = jax.jit(jax.grad(f))(batch["logprobs"], scale)
+    _, _, gradient = _loss(batch, **_DECOUPLED)
+    np.testing.assert_allclose(got, scale * gradient, rtol=1e-6)
+
+  def test_empty_batch(self):
+    batch = _batch()
+    empty = batch | {n: batch[n][:0] for n in _BY_TOKEN}
+    loss, sums, gradient = _loss(empty, **_SETTINGS)
+    self.assertEqual(loss, 0.0)
+    self.assertEqual(gradient.shape, (0, 12))
+    np.testing.assert_array_equal(sums.tokens, np.zeros(3))
+
   @parameterized.parameters(
     dict(dual_clip=1.0),
     dict(dual_clip=np.nan),
@@ -446,3 +556,129 @@ class MultiBehaviorLossTest(parameterized.TestCase):
   def test_refuses_arrays(self, **wrong):
     with self.assertRaises(AssertionError):
       ops.multi_behavior_loss(**dict(_batch(), **wrong), **_SETTINGS)
+
+
+class AcceleratorProgramTest(parameterized.TestCase):
+  """Programs for accelerators that are elsewhere: made here, not run."""
+
+  def devices(self, name):
+    if importlib.util.find_spec("libtpu") is None:
+      self.skipTest("libtpu, which compiles for TPUs, is not installed")
+    return topology.devices(name)
+
+  @parameterized.product(
+    chip=("v5e:2x2", "v5p:2x2x1", "v6e:2x2"), settings=_ALL_SETTINGS[:2]
+  )
+  def test_compiles_for_one_tpu(self, chip, settings):
+    mesh = Mesh(np.array(self.devices(chip)[:1]), ("data",))
+    shape = (64, 8192)
+    batch = _abstract(shape, versions=8, mesh=mesh)
+    compiled = _compiled(**settings).lower(batch).compile()
+    text = compiled.as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+    # Neither a converted mask nor a scaled copy of the gradient: each input is
+    # read once, the gradient written once.
+    proximal = settings["trust_region"] == "decoupled"
+    least = 64 * 8192 * (4 * (4 + proximal) + 1 + 4 + 4)
+    got = compiled.cost_analysis()["bytes accessed"]
+    self.assertBetween(got, least, 1.02 * least)
+    said = block_sizes.traffic_bytes(
+      shape,
+      block=block_sizes.TPU,
+      direction="forward",
+      trust_region=settings["trust_region"],
+      num_versions=8,
+    )
+    self.assertBetween(said, least, 1.02 * least)
+
+  @parameterized.product(
+    chip=("v5e:2x2", "v5p:2x2x1", "v6e:2x2"),
+    shape=((8, 8192, 8), (4, 130, 3), (20, 1, 12)),
+  )
+  def test_compiles_for_a_tpu_mesh(self, chip, shape):
+    *shape, versions = shape
+    partition = _partition(self.devices(chip))
+    batch = _abstract(
+      tuple(shape),
+      versions=versions,
+      dtype="bfloat16",
+      mesh=partition.mesh,
+      rows=partition.row_spec,
+    )
+    program = _compiled(**_DECOUPLED, partition=partition).lower(batch)
+    text = program.compile().as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+    self.assertIn("all-reduce", text)
+    for collective in ("all-gather", "all-to-all", "permute"):
+      self.assertNotIn(collective, text)
+
+  @parameterized.parameters((64, 8192), (61, 8100))
+  def test_backward_is_one_pass(self, *shape):
+    mesh = Mesh(np.array(self.devices("v5p:2x2x1")[:1]), ("data",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    scalar = jax.ShapeDtypeStruct((), "f4", sharding=whole)
+    batch = _abstract(shape, versions=8, dtype="bfloat16", mesh=mesh)
+
+    def f(batch, cotangent):
+      def loss(logprobs):
+        rest = batch | dict(logprobs=logprobs)
+        return ops.multi_behavior_loss(**rest, **_SETTINGS)[0]
+
+      _, backward = jax.vjp(loss, batch["logprobs"])
+      return backward(cotangent)
+
+    compiled = jax.jit(f).lower(batch, scalar).compile()
+    least = {
+      "forward": shape[0] * shape[1] * (2 + 3 * 4 + 1 + 4 + 4),
+      "backward": shape[0] * shape[1] * (4 + 2),
+    }
+    said = {
+      direction: block_sizes.traffic_bytes(
+        shape,
+        block=block_sizes.TPU,
+        direction=direction,
+        trust_region="behavior",
+        num_versions=8,
+        logprobs_bytes=2,
+      )
+      for direction in least
+    }
+    for direction, size in least.items():
+      self.assertBetween(said[direction], size, 1.15 * size)
+    got = compiled.cost_analysis()["bytes accessed"]
+    self.assertLessEqual(got, 1.15 * sum(least.values()))
+
+  def test_without_differentiation_no_gradient_is_written(self):
+    mesh = Mesh(np.array(self.devices("v5e:2x2")[:1]), ("data",))
+    batch = _abstract((64, 8192), versions=8, mesh=mesh)
+    run = functools.partial(ops.multi_behavior_loss, **_SETTINGS)
+    compiled = jax.jit(lambda batch: run(**batch)).lower(batch).compile()
+    got = compiled.cost_analysis()["bytes accessed"]
+    self.assertLessEqual(got, 1.02 * 64 * 8192 * (4 * 4 + 1 + 4))
+
+  @parameterized.parameters(
+    dict(shape=(64, 8192), versions=8),
+    dict(shape=(8, 201), versions=20, partitioned=True, dtype="bfloat16"),
+  )
+  def test_lowers_for_cuda(self, partitioned=False, **batch):
+    # On CPU devices: what they are matters only when the program is compiled.
+    partition = _partition(jax.devices()) if partitioned else None
+    layout = {}
+    if partitioned:
+      layout = dict(mesh=partition.mesh, rows=partition.row_spec)
+    name = "__gpu$xla.gpu.triton"
+    exported = jax.export.export(
+      _compiled(**_DECOUPLED, partition=partition),
+      platforms=["cuda"],
+      disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)],
+    )(_abstract(**batch, **layout))
+    self.assertEqual(exported.mlir_module().count(f"@{name}"), 1)
+
+  def test_too_many_versions_for_the_kernel(self):
+    most = block_sizes.MAX_VERSIONS
+    for versions, calls in ((most, 1), (most + 1, 0)):
+      exported = jax.export.export(_compiled(**_SETTINGS), platforms=["tpu"])(
+        _abstract((4, 256), versions=versions)
+      )
+      text = exported.mlir_module()
+      self.assertEqual(text.count("@tpu_custom_call"), calls)

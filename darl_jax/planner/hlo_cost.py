@@ -1,0 +1,1026 @@
+"""What one execution of a compiled TPU program costs a device.
+
+``compiled.cost_analysis()`` counts the body of a loop once, and a Pallas kernel
+only where it is told. This reads the text of the compiled module instead, which
+is partitioned (its shapes are one device's), scheduled, and says where each
+buffer lies, and multiplies each loop's body by its trips.
+
+The text is that of XLA's ``HloModule::ToString``. What is particular to TPUs:
+matrix products are ``convolution`` inside fusions; a layout ending in ``S(1)``
+is a buffer in VMEM, which costs no HBM traffic; ``estimated_cycles`` in the
+``backend_config`` of a fusion is the compiler's own estimate; a collective that
+runs under another fusion is spread over three fusions that all name it.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from darl_jax.planner import attention_cost
+
+_BITS = {
+  "pred": 8,
+  "s2": 2,
+  "u2": 2,
+  "s4": 4,
+  "u4": 4,
+  "s8": 8,
+  "u8": 8,
+  "s16": 16,
+  "u16": 16,
+  "f16": 16,
+  "bf16": 16,
+  "s32": 32,
+  "u32": 32,
+  "f32": 32,
+  "s64": 64,
+  "u64": 64,
+  "f64": 64,
+  "c64": 64,
+  "c128": 128,
+  "token": 0,
+}
+_HBM = 0
+
+# At the level of a computation these move nothing.
+_FREE = frozenset(
+  (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "add-dependency",
+    "domain",
+  )
+)
+_FREE_CALLS = frozenset(("AllocateBuffer", "Sharding", "ConcatBitcast"))
+# One input whose elements become the output's: a slice behind it reads no more
+# than a slice in front of it would.
+_ELEMENTWISE = frozenset(("bitcast", "reshape", "convert", "copy"))
+_SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+_COLLECTIVES = frozenset(
+  (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+  )
+)
+
+
+@dataclasses.dataclass
+class Collective:
+  """Equal collectives of a program, together.
+
+  Attributes:
+    kind: As XLA names it.
+    axes: Mesh axes that a group spans, joined by "+"; empty where no mesh was
+      given or the group is none of its slices.
+    group: Partition numbers of one group, in ring order.
+    count: Executions.
+    bytes: That leave a device over its links in a ring algorithm.
+  """
+
+  kind: str
+  axes: str
+  group: tuple[int, ...]
+  count: float = 0.0
+  bytes: float = 0.0
+
+
+@dataclasses.dataclass
+class Kernel:
+  """Executions of one Pallas kernel, together.
+
+  Attributes:
+    name: As given to ``pallas_call``.
+    source: Where its cost is from: "carried" (it has an estimate), "shapes"
+      (computed from those of its operands), or "none": then flops are 0 and
+      bytes are those of operands and outputs.
+    count: Executions.
+    flops: Of all executions.
+    bytes: To and from HBM.
+  """
+
+  name: str
+  source: str
+  count: float = 0.0
+  flops: float = 0.0
+  bytes: float = 0.0
+
+
+@dataclasses.dataclass
+class Cost:
+  """Of one execution of a program on one device.
+
+  Attributes:
+    flops: Of matrix products and convolutions, kernels included.
+    bytes: To and from HBM, kernels included.
+    cycles: The compiler's estimate, summed over what has one.
+    unestimated_bytes: To and from HBM by what has none, apart from kernels,
+      collectives and asynchronous copies: these run beside what has.
+    collectives: By kind and group.
+    kernels: By name.
+    unknown_loops: Loops whose trips could not be read, counted once.
+  """
+
+  flops: float = 0.0
+  bytes: float = 0.0
+  cycles: float = 0.0
+  unestimated_bytes: float = 0.0
+  collectives: dict[tuple, Collective] = dataclasses.field(default_factory=dict)
+  kernels: dict[str, Kernel] = dataclasses.field(default_factory=dict)
+  unknown_loops: list[str] = dataclasses.field(default_factory=list)
+
+  @property
+  def kernel_flops(self) -> float:
+    return sum(kernel.flops for kernel in self.kernels.values())
+
+  @property
+  def kernel_bytes(self) -> float:
+    return sum(kernel.bytes for kernel in self.kernels.values())
+
+  @property
+  def collective_bytes(self) -> float:
+    return sum(entry.bytes for entry in self.collectives.values())
+
+  def add(self, other: "Cost", times: float) -> None:
+    """Adds ``times`` executions of ``other``."""
+    self.flops += times * other.flops
+    self.bytes += times * other.bytes
+    self.cycles += times * other.cycles
+    self.unestimated_bytes += times * other.unestimated_bytes
+    for key, entry in other.collectives.items():
+      mine = self.collectives.setdefault(
+        key, Collective(entry.kind, entry.axes, entry.group)
+      )
+      mine.count += times * entry.count
+      mine.bytes += times * entry.bytes
+    for name, kernel in other.kernels.items():
+      mine = self.kernels.setdefault(name, Kernel(name, kernel.source))
+      mine.count += times * kernel.count
+      mine.flops += times * kernel.flops
+      mine.bytes += times * kernel.bytes
+    self.unknown_loops.extend(
+      name for name in other.unknown_loops if name not in self.unknown_loops
+    )
+
+
+def analyze(hlo_text: str, mesh: Mapping[str, int] | None = None) -> Cost:
+  """The cost of one execution of a compiled module.
+
+  A conditional costs what its most expensive branch does.
+
+  Args:
+    hlo_text: ``compiled.as_text()`` of a program compiled for a TPU.
+    mesh: Axis sizes in the mesh's order, to name the axes of collectives.
+
+  Raises:
+    ValueError: The text is not that of a scheduled module.
+  """
+  module = _parse(hlo_text)
+  return _Analysis(module, dict(mesh or {})).cost(module.entry, {})
+
+
+# The module.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+  """One array: its shape and where it lies."""
+
+  dtype: str
+  dims: tuple[int, ...]
+  padded: int  # Elements, tiling included.
+  space: int
+
+  @property
+  def elements(self) -> int:
+    return math.prod(self.dims)
+
+  @property
+  def width(self) -> float:
+    """Bytes of an element."""
+    return _bits(self.dtype) / 8
+
+  @property
+  def bytes(self) -> float:
+    return self.padded * self.width
+
+  @property
+  def hbm_bytes(self) -> float:
+    return self.bytes if self.space == _HBM else 0.0
+
+
+@dataclasses.dataclass
+class _Instruction:
+  """One line; ``text`` is all that follows the operands."""
+
+  name: str
+  shape: str
+  opcode: str
+  inside: str
+  text: str
+
+  @functools.cached_property
+  def operands(self) -> list[str]:
+    return _NAME.findall(self.inside)
+
+  @property
+  def buffers(self) -> tuple[_Buffer, ...]:
+    return _buffers(self.shape)
+
+  def called(self, attribute: str) -> str:
+    """The computation that an attribute such as ``calls`` names."""
+    return re.search(rf"\b{attribute}=%?([\w.\-]+)", self.text)[1]
+
+
+class _Computation:
+  """Instructions by name, in order, and the root."""
+
+  def __init__(self, name: str):
+    self.name = name
+    self.instructions: dict[str, _Instruction] = {}
+    self.root: _Instruction | None = None
+
+  @functools.cached_property
+  def parameters(self) -> dict[int, _Instruction]:
+    return {
+      int(instruction.inside): instruction
+      for instruction in self.instructions.values()
+      if instruction.opcode == "parameter"
+    }
+
+  @functools.cached_property
+  def users(self) -> dict[str, list[_Instruction]]:
+    """Who reads each instruction."""
+    users = collections.defaultdict(list)
+    for instruction in self.instructions.values():
+      for operand in dict.fromkeys(instruction.operands):
+        users[operand].append(instruction)
+    return users
+
+
+@dataclasses.dataclass
+class _Module:
+  computations: dict[str, _Computation]
+  entry: str
+  num_partitions: int
+
+
+_NAME = re.compile(r"%([\w.\-]+)")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_LEFT = re.compile(r"^  (ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
+
+
+def _parse(text: str) -> _Module:
+  computations: dict[str, _Computation] = {}
+  entry, current, instruction = "", None, None
+  for line in text.splitlines():
+    left = _LEFT.match(line) if current else None
+    if left:
+      instruction = _instruction(left[2], line[left.end() :])
+      current.instructions[left[2]] = instruction
+      if left[1]:
+        current.root = instruction
+    elif line == "}":
+      current = None
+    elif current:
+      instruction.text += line  # Metadata may have lines of its own.
+    elif " -> " in line and (header := _HEADER.match(line)):
+      current = computations[header[2]] = _Computation(header[2])
+      entry = header[2] if header[1] else entry
+  header = text[: text.find("\n")]
+  if not entry or "is_scheduled=true" not in header:
+    raise ValueError("not the text of a compiled, scheduled HLO module")
+  partitions = re.search(r"num_partitions=(\d+)", header)
+  return _Module(computations, entry, int(partitions[1]) if partitions else 1)
+
+
+def _instruction(name: str, right: str) -> _Instruction:
+  """From what stands right of the equals sign."""
+  end = _closing(right, 0) + 1 if right[0] == "(" else right.find(" ")
+  opened = right.find("(", end)
+  closed = right.find(")", opened)
+  return _Instruction(
+    name,
+    right[:end],
+    right[end:opened].strip(),
+    right[opened + 1 : closed],
+    right[closed + 1 :],
+  )
+
+
+def _closing(text: str, start: int) -> int:
+  """Where the parenthesis that opens at ``start`` closes."""
+  depth = 0
+  for match in re.compile(r"[()]").finditer(text, start):
+    depth += 1 if match[0] == "(" else -1
+    if not depth:
+      return match.start()
+  raise ValueError("unbalanced parentheses in the HLO text")
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+  if dtype.startswith("f8"):
+    return 8
+  return _BITS[dtype]
+
+
+@functools.lru_cache(maxsize=65_536)
+def _buffers(shape: str) -> tuple[_Buffer, ...]:
+  """The arrays of a shape's text; a tuple's, nested or not, in order."""
+  buffers = []
+  for dtype, dims, layout in _ARRAY.findall(shape):
+    sizes = tuple(int(size.strip("<= ")) for size in dims.split(",") if size)
+    space = re.search(r"S\((\d+)\)", layout)
+    buffers.append(
+      _Buffer(
+        dtype, sizes, _padded(sizes, layout), int(space[1]) if space else _HBM
+      )
+    )
+  return tuple(buffers)
+
+
+def _padded(dims: tuple[int, ...], layout: str) -> int:
+  """Elements of a tiled buffer: the minor axes fill whole tiles."""
+  order, _, tiling = layout.partition(":")
+  tile = re.match(r"T\(([\d,]+)\)", tiling)
+  if not tile or not dims:
+    return math.prod(dims)
+  sizes = [dims[int(axis)] for axis in order.split(",")]
+  for axis, unit in enumerate(reversed(tile[1].split(","))):
+    if axis < len(sizes):
+      sizes[axis] = -(-sizes[axis] // int(unit)) * int(unit)
+  return math.prod(sizes)
+
+
+# What is known of a scalar while it is traced through a loop: an integer, or
+# the loop's carried element at an index plus an offset.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carried:
+  index: int
+  offset: int = 0
+
+
+_Value = int | _Carried | None
+
+
+class _Analysis:
+  """Walks a module from its entry."""
+
+  def __init__(self, module: _Module, mesh: dict[str, int]):
+    self._module = module
+    self._mesh = mesh
+    self._fused: dict[str, Cost] = {}
+
+  # Sequential code.
+
+  def cost(self, name: str, known: Mapping[int, int]) -> Cost:
+    """Of a computation outside fusions.
+
+    Args:
+      name: Of the computation.
+      known: Elements of its parameter, a tuple, whose value is known.
+    """
+    computation = self._module.computations[name]
+    total = Cost()
+    for instruction in computation.instructions.values():
+      self._add(total, computation, instruction, known)
+    return total
+
+  def _add(
+    self,
+    total: Cost,
+    computation: _Computation,
+    instruction: _Instruction,
+    known: Mapping[int, int],
+  ) -> None:
+    opcode = instruction.opcode
+    if opcode == "while":
+      trips, inner = self._trips(computation, instruction, known)
+      if trips is None:
+        total.unknown_loops.append(instruction.name)
+      body = self.cost(instruction.called("body"), inner)
+      total.add(body, 1 if trips is None else trips)
+    elif opcode == "conditional":
+      branches = [self.cost(name, {}) for name in _branches(instruction)]
+      total.add(max(branches, key=_expense), 1)
+    elif opcode == "call":
+      total.add(self.cost(instruction.called("to_apply"), {}), 1)
+    elif opcode == "async-start":
+      total.add(self.cost(instruction.called("calls"), {}), 1)
+    elif opcode in _FREE or opcode.endswith(("-done", "-update")):
+      return
+    else:
+      total.add(self._leaf(computation, instruction), 1)
+
+  def _leaf(self, computation: _Computation, instruction: _Instruction) -> Cost:
+    """Of an instruction that runs no code of its own but a fusion's."""
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+      return self._custom_call(computation, instruction)
+    cost = Cost()
+    if opcode == "fusion":
+      cost.add(self._inside(instruction.called("calls")), 1)
+      moved = self._fusion_bytes(instruction)
+    else:
+      cost.flops = _flops(computation, instruction)
+      moved = _instruction_bytes(computation, instruction)
+    # A kernel inside a fusion has counted its own.
+    cost.bytes += moved
+    kind = opcode.removesuffix("-start")
+    cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.text)
+    if cycles:
+      cost.cycles = float(cycles[1])
+    elif kind == opcode and kind not in _COLLECTIVES and not cost.collectives:
+      cost.unestimated_bytes = moved
+    if kind in _COLLECTIVES:
+      self._collect(cost, computation, instruction, kind)
+    return cost
+
+  def _custom_call(
+    self, computation: _Computation, instruction: _Instruction
+  ) -> Cost:
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.text)[1]
+    cost = Cost()
+    if target in _FREE_CALLS:
+      return cost
+    moved = _instruction_bytes(computation, instruction)
+    if target != "tpu_custom_call":
+      cost.bytes = cost.unestimated_bytes = moved
+      return cost
+    name = _kernel_name(instruction)
+    estimate = re.search(r'"cost_estimate":(\{[^}]*\})', instruction.text)
+    kernel = Kernel(name, "none", count=1.0, bytes=moved)
+    attention = attention_cost.splash_attention(
+      name,
+      instruction.text,
+      [
+        (buffer.dtype, buffer.dims, buffer.bytes)
+        for operand in instruction.operands
+        for buffer in computation.instructions[operand].buffers
+      ],
+    )
+    if estimate:
+      values = json.loads(estimate[1])
+      kernel.source = "carried"
+      kernel.flops = float(values.get("flops", 0))
+      kernel.bytes = float(values.get("bytes_accessed", 0))
+    elif attention:
+      kernel.source = "shapes"
+      kernel.flops, kernel.bytes = attention.flops, attention.bytes
+    cost.kernels[name] = kernel
+    cost.flops, cost.bytes = kernel.flops, kernel.bytes
+    return cost
+
+  # Fusions.
+
+  def _inside(self, name: str) -> Cost:
+    """Matrix products, kernels and collectives of a fused computation."""
+    if name in self._fused:
+      return self._fused[name]
+    computation = self._module.computations[name]
+    cost = Cost()
+    targets = [
+      instruction.text
+      for instruction in computation.instructions.values()
+      if instruction.opcode == "custom-call"
+    ]
+    starts = any('"AsyncCollectiveStart"' in text for text in targets)
+    for instruction in computation.instructions.values():
+      opcode = instruction.opcode
+      if opcode == "fusion":
+        cost.add(self._inside(instruction.called("calls")), 1)
+      elif opcode == "custom-call" and "tpu_custom_call" in instruction.text:
+        cost.add(self._custom_call(computation, instruction), 1)
+      elif opcode in _COLLECTIVES:
+        # Of the three fusions that name an asynchronous one, the first counts.
+        spread = '"async_collective_fusion_config"' in instruction.text
+        if starts or not spread:
+          kind = opcode
+          users = computation.users[instruction.name]
+          if opcode == "all-reduce" and any(
+            user.opcode == "dynamic-slice" for user in users
+          ):
+            kind = "reduce-scatter"
+          self._collect(cost, computation, instruction, kind)
+      else:
+        cost.flops += _flops(computation, instruction)
+    self._fused[name] = cost
+    return cost
+
+  def _fusion_bytes(self, instruction: _Instruction) -> float:
+    """HBM traffic of a fusion: what it reads of its operands, and writes."""
+    computation = self._module.computations[instruction.called("calls")]
+    read = sum(
+      self._share(computation, parameter, 1.0) * parameter.buffers[0].bytes
+      for parameter in computation.parameters.values()
+      if parameter.buffers and parameter.buffers[0].space == _HBM
+    )
+    outputs = instruction.buffers
+    written = self._written(computation, len(outputs))
+    return read + sum(
+      min(size, buffer.bytes)
+      for size, buffer in zip(written, outputs, strict=True)
+      if buffer.space == _HBM
+    )
+
+  def _share(
+    self, computation: _Computation, value: _Instruction, result: float
+  ) -> float:
+    """Share of ``value``, inside a fusion, that its users read.
+
+    Args:
+      computation: The fused computation.
+      value: Of it.
+      result: Share of the computation's own result that is read.
+    """
+    share = result if computation.root is value else 0.0
+    for user in computation.users[value.name]:
+      first = user.operands[0] == value.name
+      opcode = user.opcode
+      if opcode in _SLICES and first:
+        share += user.buffers[0].elements / max(value.buffers[0].elements, 1)
+      elif opcode in _UPDATES and first:
+        continue  # In place: what is not updated stays where it is.
+      elif opcode == "tuple" or '"AsyncCollective' in user.text:
+        continue  # Passed on.
+      elif opcode in _COLLECTIVES and "async_collective_fusion" in user.text:
+        continue
+      elif opcode in _ELEMENTWISE:
+        share += self._share(computation, user, result)
+      elif opcode == "fusion":
+        inner = self._module.computations[user.called("calls")]
+        wanted = 1.0
+        if len(user.buffers) == 1:
+          wanted = self._share(computation, user, result)
+        share += sum(
+          self._share(inner, inner.parameters[index], wanted)
+          for index, operand in enumerate(user.operands)
+          if operand == value.name
+        )
+      else:
+        return 1.0
+    return min(share, 1.0)
+
+  def _written(self, computation: _Computation, outputs: int) -> list[float]:
+    """Bytes that a fused computation writes of each of its outputs."""
+    root = computation.root
+    if root.opcode == "tuple":
+      return [
+        self._update(computation, computation.instructions[operand])
+        for operand in root.operands
+      ]
+    if outputs == 1:
+      return [self._update(computation, root)]
+    if root.opcode == "fusion":
+      inner = self._module.computations[root.called("calls")]
+      return self._written(inner, outputs)
+    # An asynchronous collective's buffers, counted with the collective.
+    return [0.0] * outputs
+
+  def _update(self, computation: _Computation, value: _Instruction) -> float:
+    """Bytes written where ``value`` is an output of a fusion."""
+    opcode, instructions = value.opcode, computation.instructions
+    if opcode == "parameter":
+      return 0.0  # Passed on.
+    if opcode in _UPDATES:
+      changed = value.operands[1 if opcode[0] == "d" else 2]
+      return instructions[changed].buffers[0].bytes
+    if opcode == "bitcast":
+      return self._update(computation, instructions[value.operands[0]])
+    if opcode == "fusion" and len(value.buffers) == 1:
+      inner = self._module.computations[value.called("calls")]
+      return self._update(inner, inner.root)
+    if opcode == "get-tuple-element":
+      source = instructions[value.operands[0]]
+      if source.opcode == "fusion":
+        inner = self._module.computations[source.called("calls")]
+        index = int(re.search(r"index=(\d+)", value.text)[1])
+        return self._written(inner, len(source.buffers))[index]
+    return value.buffers[0].bytes
+
+  # Loops.
+
+  def _trips(
+    self,
+    computation: _Computation,
+    loop: _Instruction,
+    known: Mapping[int, int],
+  ) -> tuple[int | None, dict[int, int]]:
+    """How often a loop runs, and the carried values that it never changes.
+
+    The condition compares a counter with a constant: the counter is a carried
+    element that starts at a known value and that the body adds a constant to.
+    """
+    initial = computation.instructions[loop.operands[0]]
+    body = self._module.computations[loop.called("body")]
+    condition = self._module.computations[loop.called("condition")]
+    starts, inner = {}, {}
+    count = len(loop.buffers)
+    for index in range(count):
+      start = self._element(computation, initial, index, known)
+      if isinstance(start, int):
+        starts[index] = start
+        if self._element(body, body.root, index, {}) == _Carried(index):
+          inner[index] = start
+    compare, values = self._comparison(condition, inner)
+    if compare is None or None in values:
+      return None, inner
+    direction = re.search(r"direction=(\w+)", compare.text)[1]
+    counter, bound = values
+    if isinstance(bound, _Carried):
+      counter, bound = bound, counter
+      direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(
+        direction, direction
+      )
+    if not isinstance(counter, _Carried) or not isinstance(bound, int):
+      return None, inner
+    after = self._element(body, body.root, counter.index, inner)
+    start = starts.get(counter.index)
+    if start is None or not isinstance(after, _Carried):
+      return None, inner
+    if after.index != counter.index or not after.offset:
+      return None, inner
+    return (
+      _count(start + counter.offset, after.offset, bound, direction),
+      inner,
+    )
+
+  def _comparison(
+    self, condition: _Computation, known: Mapping[int, int]
+  ) -> tuple[_Instruction | None, list[_Value]]:
+    """The comparison that a condition ends in, and both its sides."""
+    root, scope = condition.root, (condition, known, None)
+    while root.opcode in ("fusion", "bitcast", "copy"):
+      computation, known, outer = scope
+      if root.opcode != "fusion":
+        root = computation.instructions[root.operands[0]]
+        continue
+      inner = self._module.computations[root.called("calls")]
+      scope = (inner, {}, (computation, root, known, outer))
+      root = inner.root
+    if root.opcode != "compare":
+      return None, []
+    computation, known, outer = scope
+    return root, [
+      self._value(computation, computation.instructions[name], known, outer)
+      for name in root.operands
+    ]
+
+  def _element(
+    self,
+    computation: _Computation,
+    instruction: _Instruction,
+    index: int,
+    known: Mapping[int, int],
+    outer: tuple | None = None,
+  ) -> _Value:
+    """What element ``index`` of a tuple is."""
+    if instruction.opcode == "tuple":
+      name = instruction.operands[index]
+      return self._value(
+        computation, computation.instructions[name], known, outer
+      )
+    if instruction.opcode == "parameter" and outer is None:
+      return known.get(index, _Carried(index))
+    if instruction.opcode == "fusion":
+      inner = self._module.computations[instruction.called("calls")]
+      scope = (computation, instruction, known, outer)
+      return self._element(inner, inner.root, index, {}, scope)
+    return None
+
+  def _value(
+    self,
+    computation: _Computation,
+    instruction: _Instruction,
+    known: Mapping[int, int],
+    outer: tuple | None,
+  ) -> _Value:
+    """What an integer scalar is.
+
+    Args:
+      computation: Where it is.
+      instruction: The scalar.
+      known: Of the computation's parameter, a tuple of a loop.
+      outer: In a fused computation, where its operands come from: computation,
+        fusion, known and outer of that.
+    """
+    opcode = instruction.opcode
+
+    def operand(index: int) -> _Value:
+      name = instruction.operands[index]
+      return self._value(
+        computation, computation.instructions[name], known, outer
+      )
+
+    if opcode == "constant":
+      text = instruction.inside
+      return int(text) if re.fullmatch(r"-?\d+", text) else None
+    if opcode == "parameter" and outer is not None:
+      parent, fusion, parent_known, parent_outer = outer
+      name = fusion.operands[int(instruction.inside)]
+      return self._value(
+        parent, parent.instructions[name], parent_known, parent_outer
+      )
+    if opcode == "get-tuple-element":
+      source = computation.instructions[instruction.operands[0]]
+      index = int(re.search(r"index=(\d+)", instruction.text)[1])
+      return self._element(computation, source, index, known, outer)
+    if opcode in (*_ELEMENTWISE, "copy-done", "broadcast"):
+      return operand(0)
+    if opcode == "copy-start":
+      return operand(0)
+    if opcode == "fusion":
+      inner = self._module.computations[instruction.called("calls")]
+      scope = (computation, instruction, known, outer)
+      return self._value(inner, inner.root, {}, scope)
+    if opcode in ("add", "subtract"):
+      return _sum(operand(0), operand(1), -1 if opcode == "subtract" else 1)
+    return None
+
+  # Collectives.
+
+  def _collect(
+    self,
+    cost: Cost,
+    computation: _Computation,
+    instruction: _Instruction,
+    kind: str,
+  ) -> None:
+    """Counts a collective in ``cost``."""
+    group = _group(instruction, self._module.num_partitions)
+    size = len(group)
+    if size < 2:
+      return
+    shard = sum(
+      buffer.elements * buffer.width
+      for name in instruction.operands
+      for buffer in computation.instructions[name].buffers
+    )
+    # Of a ring of n: each device passes on n - 1 parts of n.
+    factor = {
+      "all-gather": size - 1,
+      "all-reduce": 2 * (size - 1) / size,
+      "collective-permute": 1,
+      "collective-broadcast": 1,
+    }.get(kind, (size - 1) / size)
+    axes = _axes(group, self._mesh)
+    entry = Collective(kind, axes, group, 1.0, factor * shard)
+    cost.add(Cost(collectives={(kind, axes or group, size): entry}), 1)
+
+
+def _expense(cost: Cost) -> tuple[float, float]:
+  return cost.cycles + cost.kernel_flops, cost.bytes
+
+
+def _branches(instruction: _Instruction) -> list[str]:
+  listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.text)
+  if listed:
+    return _NAME.findall(listed[1])
+  return [
+    instruction.called(f"{side}_computation") for side in ("true", "false")
+  ]
+
+
+def _sum(a: _Value, b: _Value, sign: int) -> _Value:
+  """a + sign b, where no more than one of them is carried."""
+  if a is None or b is None:
+    return None
+  if isinstance(b, int):
+    if isinstance(a, int):
+      return a + sign * b
+    return _Carried(a.index, a.offset + sign * b)
+  if isinstance(a, int) and sign == 1:
+    return _Carried(b.index, b.offset + a)
+  return None
+
+
+def _count(start: int, step: int, bound: int, direction: str) -> int | None:
+  """Trips of a loop that runs while start + i step compares with bound."""
+  distance = bound - start
+  if direction in ("LE", "GE"):
+    distance += 1 if direction == "LE" else -1
+  elif direction == "NE":
+    return distance // step if distance % step == 0 else None
+  elif direction not in ("LT", "GT"):
+    return None
+  if (step > 0) != (direction in ("LT", "LE")):
+    return None  # Away from the bound.
+  return max(-(-distance // step), 0)
+
+
+def _kernel_name(instruction: _Instruction) -> str:
+  traced = re.search(r'op_name="([^"]*)"', instruction.text)
+  parts = traced[1].split("/") if traced else []
+  if "pallas_call" in parts[1:]:
+    return parts[parts.index("pallas_call") - 1]
+  return re.sub(r"[.\d]+$", "", instruction.name)
+
+
+def _instruction_bytes(
+  computation: _Computation, instruction: _Instruction
+) -> float:
+  """HBM traffic of an instruction that is no fusion."""
+  opcode = instruction.opcode
+  operands = [
+    computation.instructions[name].buffers for name in instruction.operands
+  ]
+  outputs = instruction.buffers
+  if opcode in ("copy-start", "slice-start"):
+    # (destination, source, context), or (sources, destination, context).
+    moved = outputs[0] if opcode == "copy-start" else outputs[1]
+    source = operands[0][0]
+    read = moved.bytes if source.space == _HBM else 0.0
+    return read + moved.hbm_bytes
+  if opcode in _SLICES:
+    read = outputs[0].bytes if operands[0][0].space == _HBM else 0.0
+    return read + outputs[0].hbm_bytes
+  if opcode in _UPDATES:
+    update = operands[1 if opcode[0] == "d" else 2][0]
+    written = update.bytes if outputs[0].space == _HBM else 0.0
+    return update.hbm_bytes + written
+  if opcode.endswith("-start"):
+    # A collective's outputs repeat its operands.
+    return sum(buffer.hbm_bytes for buffer in outputs)
+  return sum(
+    buffer.hbm_bytes for buffers in (*operands, outputs) for buffer in buffers
+  )
+
+
+# Matrix products.
+
+
+def _flops(computation: _Computation, instruction: _Instruction) -> float:
+  if instruction.opcode not in ("convolution", "dot"):
+    return 0.0
+  left, right = (
+    computation.instructions[name].buffers[0].dims
+    for name in instruction.operands[:2]
+  )
+  out = instruction.buffers[0].dims
+  if instruction.opcode == "dot":
+    listed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
+    axes = (
+      [int(axis) for axis in listed[1].split(",") if axis] if listed else []
+    )
+    return 2.0 * math.prod(out) * math.prod(left[axis] for axis in axes)
+  return _convolution_flops(left, right, out, instruction.text)
+
+
+def _convolution_flops(
+  left: Sequence[int], right: Sequence[int], out: Sequence[int], text: str
+) -> float:
+  """Two for every product of elements that are not padding.
+
+  A batch axis of a matrix product is a spatial axis of a convolution, dilated
+  so that each output meets one element of the kernel.
+  """
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", text)
+  window = re.search(r"window=\{([^}]*)\}", text)
+  settings = dict(
+    item.split("=") for item in (window[1].split() if window else ())
+  )
+
+  def setting(name: str, axis: int, default: str) -> str:
+    values = settings.get(name)
+    return values.split("x")[axis] if values else default
+
+  flops = 2.0 * out[labels[3].index("f")] * right[labels[2].index("i")]
+  groups = re.search(r"batch_group_count=(\d+)", text)
+  batch = left[labels[1].index("b")]
+  flops *= batch / (int(groups[1]) if groups else 1)
+  for axis in range(len(labels[1]) - 2):
+    digit = str(axis)
+    low = setting("pad", axis, "0_0").split("_")[0]
+    flops *= _meetings(
+      left[labels[1].index(digit)],
+      right[labels[2].index(digit)],
+      out[labels[3].index(digit)],
+      int(low),
+      int(setting("stride", axis, "1")),
+      int(setting("lhs_dilate", axis, "1")),
+      int(setting("rhs_dilate", axis, "1")),
+    )
+  return flops
+
+
+@functools.cache
+def _meetings(
+  size: int,
+  kernel: int,
+  out: int,
+  low: int,
+  stride: int,
+  dilate: int,
+  kernel_dilate: int,
+) -> int:
+  """Pairs of output and kernel positions that meet an element of the input."""
+  total = 0
+  positions = np.arange(out, dtype=np.int64) * stride - low
+  for tap in range(kernel):
+    at = positions + tap * kernel_dilate
+    met = (at % dilate == 0) & (at >= 0) & (at < size * dilate)
+    total += int(np.count_nonzero(met))
+  return total
+
+
+# Groups of devices.
+
+
+def _group(instruction: _Instruction, partitions: int) -> tuple[int, ...]:
+  """The first group of a collective, in ring order."""
+  text = instruction.text
+  pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", text)
+  if pairs:
+    return _cycle(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+  listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+  if listed:
+    return tuple(int(number) for number in listed[1].split(","))
+  iota = re.search(
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
+  )
+  if iota:
+    shape, dims, order = (
+      [int(number) for number in (part or "").split(",") if number]
+      for part in iota.groups()
+    )
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    if order:
+      numbers = numbers.transpose(order)
+    return tuple(numbers.reshape(shape)[0].tolist())
+  named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
+  if named:
+    return _named_group(*named.groups())
+  return tuple(range(partitions))
+
+
+def _cycle(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
+  """The devices that a permutation's first pair leads through."""
+  follows = {int(source): int(target) for source, target in pairs}
+  at = first = int(pairs[0][0])
+  visited = [at]
+  while follows.get(at, first) not in visited:
+    at = follows[at]
+    visited.append(at)
+  return tuple(visited)
+
+
+def _named_group(mesh: str, axes: str) -> tuple[int, ...]:
+  """Of a mesh such as 'a'=2,'b'=4 and axes such as 'a' or 'b':(1)2.
+
+  An axis may be split: (before)size takes ``size`` parts of it after
+  ``before``.
+  """
+  sizes = {
+    name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)
+  }
+  wanted = {
+    name: (int(before or 1), int(size) if size else sizes[name])
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+  }
+  numbers = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+  index: list[int | slice] = []
+  for name, size in sizes.items():
+    if name not in wanted:
+      index.append(0)
+      continue
+    before, part = wanted[name]
+    step = size // (before * part)
+    index.append(slice(0, step * part, step))
+  return tuple(numbers[tuple(index)].flatten().tolist())
+
+
+def _axes(group: tuple[int, ...], mesh: Mapping[str, int]) -> str:
+  """The mesh axes along which a group of partitions lies, joined by "+"."""
+  sizes = list(mesh.values())
+  if not sizes or max(group) >= math.prod(sizes):
+    return ""
+  coordinates = np.unravel_index(np.asarray(group), sizes)
+  spanned = [
+    (name, size)
+    for (name, size), where in zip(mesh.items(), coordinates, strict=True)
+    if len(set(where.tolist())) > 1
+  ]
+  whole = math.prod(size for _, size in spanned) == len(group)
+  return "+".join(name for name, _ in spanned) if whole else ""

@@ -1,0 +1,356 @@
+"""What a run needs on a TPU slice: every program compiled, and the whole."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from darl_jax.config import ModelConfig, RunConfig
+from darl_jax.learner.step import Learner
+from darl_jax.models.transformer import Policy
+from darl_jax.planner import chips, programs, suggestions, topology
+from darl_jax.planner.programs import Program
+from darl_jax.rollout.engine import Engine
+from darl_jax.sharding import meshes, rules
+
+# Adam keeps two moments of each parameter.
+_MOMENTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """What no single program shows.
+
+  Attributes:
+    parameters: Of the model.
+    unused_devices: Devices of the slice in neither mesh.
+    snapshot_bytes: Parameters of one snapshot on a host.
+    snapshots: The ring's K and the newest one.
+    ring_bytes: Host memory of all snapshots and replay.trajectory_bytes.
+    host_bytes: Memory of one host. One process holds the ring.
+    hosts: Of the slice.
+    publish_seconds: Cast, to the host, and to the rollout mesh, with all chips'
+      links to their hosts busy at a time; None where the cast does not fit.
+    generation_seconds: Of the prompts that a learner step is worth, all
+      responses of the greatest length; None where a program does not fit.
+    step_seconds: Of a learner step and the scoring before it; None likewise.
+  """
+
+  parameters: int
+  unused_devices: int
+  snapshot_bytes: float
+  snapshots: int
+  ring_bytes: float
+  host_bytes: float
+  hosts: int
+  publish_seconds: float | None
+  generation_seconds: float | None
+  step_seconds: float | None
+
+  @property
+  def host_fits(self) -> bool:
+    return self.ring_bytes <= self.host_bytes
+
+  @property
+  def bottleneck(self) -> str:
+    """The side that the other waits for, or "" where that is not known."""
+    if self.generation_seconds is None or self.step_seconds is None:
+      return ""
+    slower = self.generation_seconds > self.step_seconds
+    return "rollout" if slower else "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """All of it.
+
+  Attributes:
+    topology: Name of the slice.
+    chip: Of its devices.
+    programs: In the order in which they were compiled.
+    whole: Of the run.
+    train_devices: Of the train mesh.
+    rollout_devices: Of the rollout mesh.
+    balanced_ratio: Rollout devices for each train device at which both sides
+      take equally long, each scaled as its devices are; None where not known.
+    suggestions: What to change, most useful first.
+  """
+
+  topology: str
+  chip: chips.Chip
+  programs: tuple[Program, ...]
+  whole: Whole
+  train_devices: int
+  rollout_devices: int
+  balanced_ratio: float | None
+  suggestions: tuple[str, ...]
+
+  @property
+  def fits(self) -> bool:
+    return self.whole.host_fits and all(
+      program.fits for program in self.programs
+    )
+
+
+def plan(
+  config: RunConfig,
+  topology_name: str,
+  *,
+  vocab_size: int,
+  progress: Callable[[str], None] = lambda name: None,
+) -> Plan:
+  """Compiles every program of a run, one after the other.
+
+  Args:
+    config: Of the run.
+    topology_name: Such as ``v5p:4x4x4``.
+    vocab_size: V, where the config leaves it to the tokenizer.
+    progress: Told the name of each program before it is compiled.
+
+  Raises:
+    ConfigError: There is no such slice, it has too few devices, or libtpu is
+      not installed.
+  """
+  devices = topology.devices(topology_name)
+  split = meshes.split_devices(config.mesh, devices)
+  chip = chips.of_device(devices[0].device_kind)
+  vocab_size = config.model.vocab_size or vocab_size
+  policy = Policy(config.model, vocab_size=vocab_size)
+  work = _work(config, vocab_size)
+  compiled = []
+  for name, (lower, mesh_name, resident) in _lowerings(
+    config, policy, split
+  ).items():
+    progress(name)
+    tokens, model_flops = work[name]
+    compiled.append(
+      programs.compile_program(
+        lower,
+        name=name,
+        mesh_name=mesh_name,
+        mesh=getattr(split, mesh_name),
+        slice_shape=chips.slice_shape(topology_name),
+        resident=resident,
+        tokens=tokens,
+        model_flops=model_flops,
+      )
+    )
+  by_name = {program.name: program for program in compiled}
+  whole = _whole(config, policy, split, chip, by_name, len(devices))
+  return Plan(
+    topology=topology_name,
+    chip=chip,
+    programs=tuple(compiled),
+    whole=whole,
+    train_devices=split.train.size,
+    rollout_devices=split.rollout.size,
+    balanced_ratio=_balanced_ratio(whole, split),
+    suggestions=tuple(
+      suggestions.suggest(
+        config,
+        chip,
+        compiled,
+        snapshot_bytes=whole.snapshot_bytes,
+        ring_bytes=whole.ring_bytes,
+        host_bytes=whole.host_bytes,
+        param_bytes=_param_bytes(config, policy, split),
+      )
+    ),
+  )
+
+
+_Lower = Callable[[], jax.stages.Lowered]
+
+
+def _lowerings(
+  config: RunConfig, policy: Policy, split: meshes.Meshes
+) -> dict[str, tuple[_Lower, str, float]]:
+  """By program: what traces it, its mesh, and what lies beside it in HBM."""
+  dtype = jnp.dtype(config.rollout.dtype)
+  learner = Learner(
+    policy,
+    config.learner,
+    config.objective,
+    mesh=split.train,
+    temperature=config.rollout.temperature,
+    num_steps=config.num_steps,
+    publish_dtype=dtype,
+  )
+  engine = Engine(
+    policy,
+    config.rollout,
+    mesh=split.rollout,
+    max_prompt_tokens=config.prompts.max_tokens,
+    stop_ids=(0,),  # Which tokens these are changes no shape.
+    pad_id=0,
+    seed=config.seed,
+  )
+  shardings = rules.param_shardings(
+    policy.logical_axes,
+    learner.param_shapes,
+    mesh=split.rollout,
+    rules=rules.ROLLOUT_RULES,
+  )
+  snapshot = jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(
+      leaf.shape, dtype, sharding=sharding
+    ),
+    learner.param_shapes,
+    shardings,
+  )
+  param_bytes = _param_bytes(config, policy, split)
+  # The optimizer's moments stay while other programs of the learner run, and a
+  # new snapshot arrives while the sampler still holds the one before.
+  moments = _MOMENTS * param_bytes["train"]
+  beside = {"score": moments, "publish": moments}
+  lowerings = {
+    name: (lower, "train", beside.get(name, 0.0))
+    for name, lower in learner.programs().items()
+  }
+  for name, lower in engine.programs(snapshot).items():
+    lowerings[name] = (lower, "rollout", param_bytes["rollout"])
+  return lowerings
+
+
+def _param_bytes(
+  config: RunConfig, policy: Policy, split: meshes.Meshes
+) -> dict[str, float]:
+  """By mesh, bytes of the parameters on each of its devices."""
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
+  return {
+    name: sum(
+      math.prod(sharding.shard_shape(leaf.shape)) * itemsize
+      for leaf, sharding in zip(
+        jax.tree.leaves(shapes),
+        jax.tree.leaves(
+          rules.param_shardings(
+            policy.logical_axes, shapes, mesh=mesh, rules=table
+          )
+        ),
+        strict=True,
+      )
+    )
+    for name, mesh, table, itemsize in (
+      ("train", split.train, rules.TRAIN_RULES, 4),
+      (
+        "rollout",
+        split.rollout,
+        rules.ROLLOUT_RULES,
+        jnp.dtype(config.rollout.dtype).itemsize,
+      ),
+    )
+  }
+
+
+def matmul_parameters(model: ModelConfig, vocab_size: int) -> tuple[int, int]:
+  """Parameters that multiply each token: of the layers, and of the output.
+
+  The embedding is looked up, not multiplied; tied, it is the output's matrix.
+  """
+  heads, kv_heads = model.num_heads, model.num_kv_heads
+  attention = 2 * model.embed_dim * (heads + kv_heads) * model.head_dim
+  layer = attention + 3 * model.embed_dim * model.mlp_dim
+  return model.num_layers * layer, vocab_size * model.embed_dim
+
+
+def _work(
+  config: RunConfig, vocab_size: int
+) -> Mapping[str, tuple[float, float]]:
+  """By program: tokens, and FLOPs of the model on them.
+
+  Two FLOPs for each parameter of a matrix and token, forward, and four for each
+  query head, its width and position that the token sees; three times that with
+  the backward pass. A packed row's trajectories are taken to be of the greatest
+  length, and to see half of it on average.
+  """
+  model, rollout, learner = config.model, config.rollout, config.learner
+  layers, output = matmul_parameters(model, vocab_size)
+  seen = 4 * model.num_layers * model.num_heads * model.head_dim
+  prompt, response = config.prompts.max_tokens, rollout.max_response_tokens
+  forward = 2 * (layers + output) + seen * (prompt + response) / 2
+  trained = learner.rows * learner.row_tokens
+  scored = learner.score_rows * learner.row_tokens
+  read = rollout.prompts_per_batch * prompt
+  sequences = rollout.prompts_per_batch * rollout.samples_per_prompt
+  sampled = sequences * rollout.chunk_tokens
+  by_token = 2 * (layers + output) + seen * (prompt + response / 2)
+  return {
+    "init": (0.0, 0.0),
+    "score": (scored, scored * forward),
+    "train_step": (trained, 3 * trained * forward),
+    "publish": (0.0, 0.0),
+    "prefill": (
+      read,
+      read * (2 * layers + seen * prompt / 2) + sequences * 2 * output,
+    ),
+    "decode": (sampled, sampled * by_token),
+  }
+
+
+def _whole(
+  config: RunConfig,
+  policy: Policy,
+  split: meshes.Meshes,
+  chip: chips.Chip,
+  by_name: Mapping[str, Program],
+  num_devices: int,
+) -> Whole:
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
+  parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+  snapshot = float(parameters * jnp.dtype(config.rollout.dtype).itemsize)
+  snapshots = config.replay.num_snapshots + 1
+  cast = _seconds(by_name["publish"])
+  publish = None
+  if cast is not None:
+    to_host = snapshot / (split.train.size * chip.host_bytes_per_s)
+    # Every data slice of the rollout mesh gets all parameters.
+    copies = snapshot * config.mesh.rollout.data
+    to_mesh = copies / (split.rollout.size * chip.host_bytes_per_s)
+    publish = cast + to_host + to_mesh
+  rollout = config.rollout
+  prefill, decode = (_seconds(by_name[name]) for name in ("prefill", "decode"))
+  generation = None
+  if prefill is not None and decode is not None:
+    chunks = -(-(rollout.max_response_tokens - 1) // rollout.chunk_tokens)
+    generation = prefill + chunks * decode
+  train, score = (_seconds(by_name[name]) for name in ("train_step", "score"))
+  step = None
+  if train is not None and score is not None:
+    step = train + _score_passes(config) * score
+  return Whole(
+    parameters=parameters,
+    unused_devices=split.unused,
+    snapshot_bytes=snapshot,
+    snapshots=snapshots,
+    ring_bytes=snapshots * snapshot + config.replay.trajectory_bytes,
+    host_bytes=chip.host_bytes,
+    hosts=chip.hosts(num_devices),
+    publish_seconds=publish,
+    generation_seconds=generation,
+    step_seconds=step,
+  )
+
+
+def _score_passes(config: RunConfig) -> int:
+  """Dispatches that score the fresh trajectories of one learner step.
+
+  The ring may hold more; those of earlier steps are scored again.
+  """
+  longest = config.prompts.max_tokens + config.rollout.max_response_tokens
+  rollout, learner = config.rollout, config.learner
+  fresh = rollout.prompts_per_batch * rollout.samples_per_prompt
+  rows = -(-fresh // (learner.row_tokens // longest))
+  return -(-rows // learner.score_rows)
+
+
+def _seconds(program: Program) -> float | None:
+  return program.estimate.seconds if program.estimate else None
+
+
+def _balanced_ratio(whole: Whole, split: meshes.Meshes) -> float | None:
+  if not whole.bottleneck or not whole.step_seconds:
+    return None
+  rollout = whole.generation_seconds * split.rollout.size
+  return rollout / (whole.step_seconds * split.train.size)

@@ -1,0 +1,154 @@
+"""Exports: python launch/export.py --workdir=DIR --out=DIR [--dtype=bfloat16].
+
+Writes the policy of a run's newest checkpoint as a folder that transformers and
+inference servers load. Needs no accelerator.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+# Before jax is imported: weights only pass through.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+from absl import app, flags, logging  # noqa: E402
+
+from darl_jax import checkpoint  # noqa: E402
+from darl_jax import config as config_lib  # noqa: E402
+from darl_jax.config import ConfigError, RunConfig  # noqa: E402
+from darl_jax.models import hf  # noqa: E402
+from darl_jax.models.transformer import Policy  # noqa: E402
+from darl_jax.prompts.tokenizer import Tokenizer  # noqa: E402
+from darl_jax.types import Params  # noqa: E402
+
+_GENERATION = "generation_config.json"
+# What a run whose tokenizer is a published one keeps of it.
+_TOKENIZER_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "chat_template.jinja",
+)
+
+
+def define_and_parse_flags(argv: list[str]) -> list[str]:
+  """Absl's flags, where whatever is wrong is one line and exit status 2."""
+  flags.DEFINE_string("workdir", None, "Of the run.", required=True)
+  flags.DEFINE_string("out", None, "A new folder.", required=True)
+  flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Of the weights."
+  )
+  try:
+    rest = flags.FLAGS(argv)
+    if len(rest) > 1:
+      raise flags.Error(f"not understood: {' '.join(rest[1:])}")
+  except flags.Error as error:
+    print(f"ConfigError: {error} (in: {' '.join(argv[1:])})", file=sys.stderr)
+    sys.exit(2)
+  return rest
+
+
+def main(_) -> int:
+  workdir, out = (
+    pathlib.Path(flags.FLAGS[name].value) for name in ("workdir", "out")
+  )
+  try:
+    if out.exists():  # Before anything is read; ``save`` would refuse it too.
+      raise ConfigError(
+        [f"--out={out} exists. Try a new folder."], place="--out"
+      )
+    config = _read_config(workdir)
+    tokenizer_files, generation = _tokenizer(workdir)
+    path = checkpoint.newest(workdir / "checkpoint")
+    if path is None:
+      raise ConfigError(
+        ["checkpoint/ holds no step. Try the workdir of a run that has ended."],
+        place=f"--workdir={workdir}",
+      )
+    params = _read_params(path, config, workdir)
+    hf.save(
+      params,
+      config.model,
+      out,
+      generation=generation,
+      tokenizer_files=tokenizer_files,
+      dtype=flags.FLAGS.dtype,
+    )
+  except (ConfigError, OSError) as error:
+    print(f"ConfigError: {error}", file=sys.stderr)
+    return 2
+  print(f"{out}: the policy after {int(path.name[5:])} steps, as {_kind(out)}")
+  return 0
+
+
+def _kind(out: pathlib.Path) -> str:
+  published = json.loads((out / "config.json").read_text("utf-8"))
+  return f"{published['architectures'][0]} in {published['torch_dtype']}"
+
+
+def _read_config(workdir: pathlib.Path) -> RunConfig:
+  try:
+    values = json.loads((workdir / "config.json").read_text("utf-8"))
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      [f"config.json cannot be read: {error}. Try the workdir of a run."],
+      place=f"--workdir={workdir}",
+    ) from error
+  return config_lib.parse(values)
+
+
+def _tokenizer(workdir: pathlib.Path) -> tuple[dict[str, str], dict]:
+  """The tokenizer's files, by name, and the generation config."""
+  files = {
+    name: (workdir / name).read_text("utf-8")
+    for name in _TOKENIZER_FILES
+    if (workdir / name).exists()
+  }
+  if (workdir / _GENERATION).exists():
+    return files, json.loads((workdir / _GENERATION).read_text("utf-8"))
+  tokenizer = Tokenizer.load(workdir / "tokenizer.json")
+  # Without it, the tokenizer of the model's family would be taken.
+  files["tokenizer_config.json"] = json.dumps(
+    dict(
+      tokenizer_class="PreTrainedTokenizerFast",
+      bos_token="<bos>",
+      eos_token="<eos>",
+      pad_token="<pad>",
+    ),
+    indent=2,
+  )
+  return files, dict(
+    bos_token_id=tokenizer.bos_id,
+    eos_token_id=list(tokenizer.stop_ids),
+    pad_token_id=tokenizer.pad_id,
+  )
+
+
+def _read_params(
+  path: pathlib.Path, config: RunConfig, workdir: pathlib.Path
+) -> Params:
+  """The checkpoint's parameters, on the host."""
+  vocab_size = config.model.vocab_size
+  if not vocab_size:
+    vocab_size = Tokenizer.load(workdir / "tokenizer.json").vocab_size
+  policy = Policy(config.model, vocab_size=vocab_size)
+  host = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
+    jax.eval_shape(policy.init, jax.random.key(0)),
+  )
+  try:
+    return checkpoint.restore_params(path, like)
+  except ValueError as error:
+    said = (str(error).splitlines() or ["it cannot be read"])[0]
+    raise ConfigError(
+      [f"{path.name} is not of this config: {said}"],
+      place=f"--workdir={workdir}",
+    ) from error
+
+
+if __name__ == "__main__":
+  logging.set_verbosity(logging.ERROR)
+  app.run(main, flags_parser=define_and_parse_flags)

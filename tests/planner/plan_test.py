@@ -1,0 +1,143 @@
+"""A whole plan, of a run small enough to compile in a test."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl.testing import parameterized
+
+from darl_jax import config as config_lib
+from darl_jax.config import ConfigError
+from darl_jax.models.transformer import Policy
+from darl_jax.planner import plan as plan_lib
+from darl_jax.planner import report, topology
+from tests.fixtures import tiny_config
+
+VOCAB = 300
+PROGRAMS = ("score", "train_step", "publish", "prefill", "decode")
+
+
+@functools.cache
+def config() -> config_lib.RunConfig:
+  values = tiny_config.get_config()
+  values.mesh.train.fsdp = 2
+  values.mesh.rollout.data = 2
+  return config_lib.parse(values)
+
+
+@functools.cache
+def planned() -> tuple[plan_lib.Plan, list[str]]:
+  try:
+    topology.devices("v5e:4x2")
+  except ConfigError as error:
+    pytest.skip(str(error))
+  told: list[str] = []
+  plan = plan_lib.plan(
+    config(), "v5e:4x2", vocab_size=VOCAB, progress=told.append
+  )
+  return plan, told
+
+
+class PlanTest(parameterized.TestCase):
+  def test_every_program_is_compiled_and_announced(self):
+    plan, told = planned()
+    names = [program.name for program in plan.programs]
+    self.assertContainsSubset(PROGRAMS, names)
+    self.assertEqual(told, names)
+    for program in plan.programs:
+      self.assertTrue(program.fits, program.name)
+      self.assertEmpty(program.cost.unknown_loops, program.name)
+      self.assertEqual(program.devices, 2)
+    self.assertTrue(plan.fits)
+    self.assertEqual(plan.whole.unused_devices, 4)
+
+  def test_flops_are_the_models(self):
+    # Where nothing is computed again: little else multiplies matrices.
+    plan, _ = planned()
+    for program in plan.programs:
+      if program.name in ("train_step", "score"):
+        executed = program.cost.flops * program.devices
+        self.assertLess(executed / program.model_flops, 2.0, program.name)
+        self.assertGreater(executed / program.model_flops, 0.5, program.name)
+
+  def test_what_lies_beside_a_program(self):
+    plan, _ = planned()
+    beside = {program.name: program.resident for program in plan.programs}
+    policy = Policy(config().model, vocab_size=VOCAB)
+    shapes = jax.eval_shape(policy.init, jax.random.key(0))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    self.assertEqual(plan.whole.parameters, count)
+    self.assertEqual(plan.whole.snapshot_bytes, 4 * count)
+    self.assertEqual(beside["train_step"], 0)
+    # Two moments, most of them cut in two.
+    self.assertBetween(beside["score"], 2 * 4 * count / 2, 2 * 4 * count)
+    self.assertEqual(beside["publish"], beside["score"])
+    # A snapshot on its way, whole on each data slice.
+    self.assertEqual(beside["decode"], 4 * count)
+
+  def test_the_whole(self):
+    plan, _ = planned()
+    whole, run = plan.whole, config()
+    seconds = {
+      program.name: program.estimate.seconds for program in plan.programs
+    }
+    # A first token by the prefill, four more in chunks of two.
+    self.assertAlmostEqual(
+      whole.generation_seconds, seconds["prefill"] + 2 * seconds["decode"]
+    )
+    # 16 answers, each with a row to itself, in dispatches of 8 rows.
+    self.assertAlmostEqual(
+      whole.step_seconds, seconds["train_step"] + 2 * seconds["score"]
+    )
+    self.assertEqual(whole.snapshots, run.replay.num_snapshots + 1)
+    self.assertEqual(
+      whole.ring_bytes,
+      whole.snapshots * whole.snapshot_bytes + run.replay.trajectory_bytes,
+    )
+    self.assertEqual(whole.hosts, 2)
+    slower = whole.generation_seconds > whole.step_seconds
+    self.assertEqual(whole.bottleneck, "rollout" if slower else "train")
+    self.assertAlmostEqual(
+      plan.balanced_ratio, whole.generation_seconds / whole.step_seconds
+    )
+
+  def test_json_holds_every_figure(self):
+    plan, _ = planned()
+    written = json.loads(json.dumps(report.to_json(plan), allow_nan=False))
+    self.assertEqual(written["topology"], "v5e:4x2")
+    self.assertTrue(written["fits"])
+    by_name = {entry["name"]: entry for entry in written["programs"]}
+    step = by_name["train_step"]
+    self.assertGreater(step["memory"]["peak"], step["memory"]["arguments"])
+    self.assertGreater(step["cost"]["flops"], 0)
+    self.assertGreater(step["estimate"]["seconds"], 0)
+    axes = {entry["axes"] for entry in step["cost"]["collectives"]}
+    self.assertIn("fsdp", axes)
+
+  def test_too_few_devices(self):
+    values = tiny_config.get_config()
+    values.mesh.train.data = 8
+    with self.assertRaisesRegex(ConfigError, "8 \\+ 1 = 9 devices"):
+      plan_lib.plan(config_lib.parse(values), "v5e:4x2", vocab_size=VOCAB)
+
+
+class MatmulParametersTest(parameterized.TestCase):
+  @parameterized.parameters(True, False)
+  def test_counts_the_models_matrices(self, tied):
+    values = tiny_config.get_config()
+    values.model.tie_embeddings = tied
+    model = config_lib.parse(values).model
+    policy = Policy(model, vocab_size=VOCAB)
+    shapes = jax.eval_shape(policy.init, jax.random.key(0))
+    matrices = sum(
+      math.prod(leaf.shape)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(shapes["layers"])
+      if not path[-1].key.endswith(("norm", "bias"))
+    )
+    layers, output = plan_lib.matmul_parameters(model, VOCAB)
+    self.assertEqual(layers, matrices)
+    self.assertEqual(output, policy.unembedding(shapes).size)
+    self.assertEqual(jnp.float32, policy.unembedding(shapes).dtype)
