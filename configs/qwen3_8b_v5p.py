@@ -17,6 +17,7 @@ def get_config() -> config_dict.ConfigDict:
     dict(dataset="gsm_symbolic", params="{}", max_tokens=1024, vocab_size=8192)
   )
   config.model.update(presets.qwen3_8b())
+  config.model.remat = "attention"
   config.warm_start.steps = 0
   config.rollout.update(
     dict(

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import orbax.checkpoint as ocp
 
 from darl_jax.types import Params, TrainState
@@ -46,6 +47,19 @@ def restore_params(path: pathlib.Path, like: Params) -> Params:
   Raises:
     ValueError: The checkpoint's parameters have other names or shapes.
   """
+  with ocp.StandardCheckpointer() as checkpointer:
+    stored = checkpointer.metadata(path.absolute()).item_metadata["params"]
+  theirs, ours = _shapes(stored), _shapes(like)
+  if theirs != ours:
+    differ = sorted(dict(theirs.items() ^ ours.items()))
+    raise ValueError(
+      f"{len(differ)} parameters differ: "
+      + "; ".join(
+        f"{name} is {theirs.get(name, 'not there')}, not "
+        f"{ours.get(name, 'wanted')}"
+        for name in differ
+      )
+    )
   item = {"params": like}
   arguments = ocp.args.PyTreeRestore(
     item=item,
@@ -54,6 +68,14 @@ def restore_params(path: pathlib.Path, like: Params) -> Params:
   )
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     return checkpointer.restore(path.absolute(), args=arguments)["params"]
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+  """By name; of anything with shapes."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+    for path, leaf in jax.tree.leaves_with_path(params)
+  }
 
 
 def newest(directory: pathlib.Path) -> pathlib.Path | None:

@@ -18,7 +18,13 @@ TINY = "--config=tests/fixtures/tiny_config.py"
 
 def run(*arguments: str, path: str = "") -> subprocess.CompletedProcess:
   """Runs launch/plan.py; ``path`` goes before the others for imports."""
-  environment = os.environ | {
+  # Which a libtpu in this process sets, and which would find it in the other.
+  inherited = {
+    name: value
+    for name, value in os.environ.items()
+    if name != "TPU_LIBRARY_PATH"
+  }
+  environment = inherited | {
     "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT)))),
     "COLUMNS": "200",
   }
@@ -54,7 +60,7 @@ class MistakesTest(parameterized.TestCase):
         "--config.learner.rows=7",
         "--config.mesh.train.fsdp=2",
       ),
-      "3 problems",
+      "4 problems",
       "'varianc'",
       "learner.rows = 7",
       "Try v5p:4x4x4",

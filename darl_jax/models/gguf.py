@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -138,7 +139,7 @@ def load(
     return np.ascontiguousarray(leaf)
 
   flat: dict[tuple[str, ...], jax.Array] = {}
-  flat_shardings = dict(_flatten(shardings)) if shardings is not None else {}
+  flat_shardings = nnx.traversals.flatten_mapping(shardings or {})
   for name, layout in layouts.items():
     leaf = tensor(name)
     sharding = flat_shardings.get(layout.path)
@@ -152,7 +153,7 @@ def load(
     flat[layout.path] = _write_layer(
       flat[layout.path], layer, int(name.split(".")[1])
     )
-  return _unflatten(flat)
+  return nnx.traversals.unflatten_mapping(flat)
 
 
 def tokenizer_files(path: str | os.PathLike) -> dict[str, str]:
@@ -471,29 +472,6 @@ def _of_one_layer(sharding: Any) -> Any:
   if not isinstance(sharding, NamedSharding):
     return sharding
   return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-
-
-def _flatten(
-  tree: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> list[tuple[tuple[str, ...], Any]]:
-  """Leaves of a nested dict with their paths."""
-  leaves = []
-  for name, value in tree.items():
-    if isinstance(value, Mapping):
-      leaves += _flatten(value, (*path, name))
-    else:
-      leaves.append(((*path, name), value))
-  return leaves
-
-
-def _unflatten(flat: Mapping[tuple[str, ...], jax.Array]) -> Params:
-  tree: Params = {}
-  for path, leaf in flat.items():
-    node = tree
-    for name in path[:-1]:
-      node = node.setdefault(name, {})
-    node[path[-1]] = leaf
-  return tree
 
 
 class _Vocabulary:

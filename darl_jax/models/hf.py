@@ -181,7 +181,7 @@ class _Published:
     """``model_type``; None where it is not implemented."""
     name = self._values.get("model_type")
     architectures = self._values.get("architectures") or []
-    if name not in _FAMILIES:
+    if not isinstance(name, str) or name not in _FAMILIES:
       self._refuse("model_type", name, ", ".join(_FAMILIES))
       return None
     if architectures and _FAMILIES[name] not in architectures:
@@ -251,12 +251,14 @@ class _Published:
     ):
       self._refuse(where.rstrip("."), rope, "one set for all layers")
       return {}
-    theta = {"rope_theta": 10_000.0, **values, **rope}
-    if theta["rope_theta"] != values.get("rope_theta", theta["rope_theta"]):
+    thetas = [x.get("rope_theta") for x in (rope, values)]
+    thetas = [theta for theta in thetas if theta is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:
       self.problems.append(
-        f"rope_theta = {values['rope_theta']!r} is not {where}rope_theta = "
-        f"{rope['rope_theta']!r}. Remove one of them."
+        f"rope_theta = {thetas[1]!r} is not {where}rope_theta = "
+        f"{thetas[0]!r}. Remove one of them."
       )
+    theta = dict(rope_theta=(*thetas, 10_000.0)[0])
     fields = dict(
       presets.UNSCALED, rope_theta=self._number(theta, "rope_theta")
     )

@@ -5,14 +5,13 @@ only where it is told. This reads the text of the compiled module instead, which
 is partitioned (its shapes are one device's), scheduled, and says where each
 buffer lies, and multiplies each loop's body by its trips.
 
-The text is that of XLA's ``HloModule::ToString``. What is particular to TPUs:
-matrix products are ``convolution`` inside fusions; a layout ending in ``S(1)``
-is a buffer in VMEM, which costs no HBM traffic; ``estimated_cycles`` in the
-``backend_config`` of a fusion is the compiler's own estimate; a collective that
-runs under another fusion is spread over three fusions that all name it.
+What is particular to TPUs: matrix products are ``convolution`` inside fusions;
+a layout ending in ``S(1)`` is a buffer in VMEM, which costs no HBM traffic;
+``estimated_cycles`` in the ``backend_config`` of a fusion is the compiler's own
+estimate; a collective that runs under another fusion is spread over three
+fusions that all name it.
 """
 
-import collections
 import dataclasses
 import functools
 import json
@@ -22,31 +21,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from darl_jax.planner import attention_cost
-
-_BITS = {
-  "pred": 8,
-  "s2": 2,
-  "u2": 2,
-  "s4": 4,
-  "u4": 4,
-  "s8": 8,
-  "u8": 8,
-  "s16": 16,
-  "u16": 16,
-  "f16": 16,
-  "bf16": 16,
-  "s32": 32,
-  "u32": 32,
-  "f32": 32,
-  "s64": 64,
-  "u64": 64,
-  "f64": 64,
-  "c64": 64,
-  "c128": 128,
-  "token": 0,
-}
-_HBM = 0
+from darl_jax.planner import attention_cost, hlo_trips
+from darl_jax.planner.hlo_text import (
+  HBM,
+  NAME,
+  Computation,
+  Instruction,
+  Module,
+  parse,
+)
 
 # At the level of a computation these move nothing.
 _FREE = frozenset(
@@ -68,6 +51,8 @@ _FREE_CALLS = frozenset(("AllocateBuffer", "Sharding", "ConcatBitcast"))
 # One input whose elements become the output's: a slice behind it reads no more
 # than a slice in front of it would.
 _ELEMENTWISE = frozenset(("bitcast", "reshape", "convert", "copy"))
+# Peak FLOP/s over HBM bytes/s are 166 (v5p) to 560 (v6e).
+_FLOPS_PER_BYTE = 240
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 _COLLECTIVES = frozenset(
@@ -193,202 +178,14 @@ def analyze(hlo_text: str, mesh: Mapping[str, int] | None = None) -> Cost:
   Raises:
     ValueError: The text is not that of a scheduled module.
   """
-  module = _parse(hlo_text)
+  module = parse(hlo_text)
   return _Analysis(module, dict(mesh or {})).cost(module.entry, {})
-
-
-# The module.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buffer:
-  """One array: its shape and where it lies."""
-
-  dtype: str
-  dims: tuple[int, ...]
-  padded: int  # Elements, tiling included.
-  space: int
-
-  @property
-  def elements(self) -> int:
-    return math.prod(self.dims)
-
-  @property
-  def width(self) -> float:
-    """Bytes of an element."""
-    return _bits(self.dtype) / 8
-
-  @property
-  def bytes(self) -> float:
-    return self.padded * self.width
-
-  @property
-  def hbm_bytes(self) -> float:
-    return self.bytes if self.space == _HBM else 0.0
-
-
-@dataclasses.dataclass
-class _Instruction:
-  """One line; ``text`` is all that follows the operands."""
-
-  name: str
-  shape: str
-  opcode: str
-  inside: str
-  text: str
-
-  @functools.cached_property
-  def operands(self) -> list[str]:
-    return _NAME.findall(self.inside)
-
-  @property
-  def buffers(self) -> tuple[_Buffer, ...]:
-    return _buffers(self.shape)
-
-  def called(self, attribute: str) -> str:
-    """The computation that an attribute such as ``calls`` names."""
-    return re.search(rf"\b{attribute}=%?([\w.\-]+)", self.text)[1]
-
-
-class _Computation:
-  """Instructions by name, in order, and the root."""
-
-  def __init__(self, name: str):
-    self.name = name
-    self.instructions: dict[str, _Instruction] = {}
-    self.root: _Instruction | None = None
-
-  @functools.cached_property
-  def parameters(self) -> dict[int, _Instruction]:
-    return {
-      int(instruction.inside): instruction
-      for instruction in self.instructions.values()
-      if instruction.opcode == "parameter"
-    }
-
-  @functools.cached_property
-  def users(self) -> dict[str, list[_Instruction]]:
-    """Who reads each instruction."""
-    users = collections.defaultdict(list)
-    for instruction in self.instructions.values():
-      for operand in dict.fromkeys(instruction.operands):
-        users[operand].append(instruction)
-    return users
-
-
-@dataclasses.dataclass
-class _Module:
-  computations: dict[str, _Computation]
-  entry: str
-  num_partitions: int
-
-
-_NAME = re.compile(r"%([\w.\-]+)")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_LEFT = re.compile(r"^  (ROOT )?%?([\w.\-]+) = ")
-_ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
-
-
-def _parse(text: str) -> _Module:
-  computations: dict[str, _Computation] = {}
-  entry, current, instruction = "", None, None
-  for line in text.splitlines():
-    left = _LEFT.match(line) if current else None
-    if left:
-      instruction = _instruction(left[2], line[left.end() :])
-      current.instructions[left[2]] = instruction
-      if left[1]:
-        current.root = instruction
-    elif line == "}":
-      current = None
-    elif current:
-      instruction.text += line  # Metadata may have lines of its own.
-    elif " -> " in line and (header := _HEADER.match(line)):
-      current = computations[header[2]] = _Computation(header[2])
-      entry = header[2] if header[1] else entry
-  header = text[: text.find("\n")]
-  if not entry or "is_scheduled=true" not in header:
-    raise ValueError("not the text of a compiled, scheduled HLO module")
-  partitions = re.search(r"num_partitions=(\d+)", header)
-  return _Module(computations, entry, int(partitions[1]) if partitions else 1)
-
-
-def _instruction(name: str, right: str) -> _Instruction:
-  """From what stands right of the equals sign."""
-  end = _closing(right, 0) + 1 if right[0] == "(" else right.find(" ")
-  opened = right.find("(", end)
-  closed = right.find(")", opened)
-  return _Instruction(
-    name,
-    right[:end],
-    right[end:opened].strip(),
-    right[opened + 1 : closed],
-    right[closed + 1 :],
-  )
-
-
-def _closing(text: str, start: int) -> int:
-  """Where the parenthesis that opens at ``start`` closes."""
-  depth = 0
-  for match in re.compile(r"[()]").finditer(text, start):
-    depth += 1 if match[0] == "(" else -1
-    if not depth:
-      return match.start()
-  raise ValueError("unbalanced parentheses in the HLO text")
-
-
-@functools.cache
-def _bits(dtype: str) -> int:
-  if dtype.startswith("f8"):
-    return 8
-  return _BITS[dtype]
-
-
-@functools.lru_cache(maxsize=65_536)
-def _buffers(shape: str) -> tuple[_Buffer, ...]:
-  """The arrays of a shape's text; a tuple's, nested or not, in order."""
-  buffers = []
-  for dtype, dims, layout in _ARRAY.findall(shape):
-    sizes = tuple(int(size.strip("<= ")) for size in dims.split(",") if size)
-    space = re.search(r"S\((\d+)\)", layout)
-    buffers.append(
-      _Buffer(
-        dtype, sizes, _padded(sizes, layout), int(space[1]) if space else _HBM
-      )
-    )
-  return tuple(buffers)
-
-
-def _padded(dims: tuple[int, ...], layout: str) -> int:
-  """Elements of a tiled buffer: the minor axes fill whole tiles."""
-  order, _, tiling = layout.partition(":")
-  tile = re.match(r"T\(([\d,]+)\)", tiling)
-  if not tile or not dims:
-    return math.prod(dims)
-  sizes = [dims[int(axis)] for axis in order.split(",")]
-  for axis, unit in enumerate(reversed(tile[1].split(","))):
-    if axis < len(sizes):
-      sizes[axis] = -(-sizes[axis] // int(unit)) * int(unit)
-  return math.prod(sizes)
-
-
-# What is known of a scalar while it is traced through a loop: an integer, or
-# the loop's carried element at an index plus an offset.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Carried:
-  index: int
-  offset: int = 0
-
-
-_Value = int | _Carried | None
 
 
 class _Analysis:
   """Walks a module from its entry."""
 
-  def __init__(self, module: _Module, mesh: dict[str, int]):
+  def __init__(self, module: Module, mesh: dict[str, int]):
     self._module = module
     self._mesh = mesh
     self._fused: dict[str, Cost] = {}
@@ -411,13 +208,15 @@ class _Analysis:
   def _add(
     self,
     total: Cost,
-    computation: _Computation,
-    instruction: _Instruction,
+    computation: Computation,
+    instruction: Instruction,
     known: Mapping[int, int],
   ) -> None:
     opcode = instruction.opcode
     if opcode == "while":
-      trips, inner = self._trips(computation, instruction, known)
+      trips, inner = hlo_trips.trips(
+        self._module, computation, instruction, known
+      )
       if trips is None:
         total.unknown_loops.append(instruction.name)
       body = self.cost(instruction.called("body"), inner)
@@ -434,7 +233,7 @@ class _Analysis:
     else:
       total.add(self._leaf(computation, instruction), 1)
 
-  def _leaf(self, computation: _Computation, instruction: _Instruction) -> Cost:
+  def _leaf(self, computation: Computation, instruction: Instruction) -> Cost:
     """Of an instruction that runs no code of its own but a fusion's."""
     opcode = instruction.opcode
     if opcode == "custom-call":
@@ -446,7 +245,8 @@ class _Analysis:
     else:
       cost.flops = _flops(computation, instruction)
       moved = _instruction_bytes(computation, instruction)
-    # A kernel inside a fusion has counted its own.
+    if cost.kernels:
+      moved = 0.0  # A kernel inside a fusion has counted its own.
     cost.bytes += moved
     kind = opcode.removesuffix("-start")
     cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.text)
@@ -459,7 +259,7 @@ class _Analysis:
     return cost
 
   def _custom_call(
-    self, computation: _Computation, instruction: _Instruction
+    self, computation: Computation, instruction: Instruction
   ) -> Cost:
     target = re.search(r'custom_call_target="([^"]*)"', instruction.text)[1]
     cost = Cost()
@@ -529,24 +329,24 @@ class _Analysis:
     self._fused[name] = cost
     return cost
 
-  def _fusion_bytes(self, instruction: _Instruction) -> float:
+  def _fusion_bytes(self, instruction: Instruction) -> float:
     """HBM traffic of a fusion: what it reads of its operands, and writes."""
     computation = self._module.computations[instruction.called("calls")]
     read = sum(
       self._share(computation, parameter, 1.0) * parameter.buffers[0].bytes
       for parameter in computation.parameters.values()
-      if parameter.buffers and parameter.buffers[0].space == _HBM
+      if parameter.buffers and parameter.buffers[0].space == HBM
     )
     outputs = instruction.buffers
     written = self._written(computation, len(outputs))
     return read + sum(
       min(size, buffer.bytes)
       for size, buffer in zip(written, outputs, strict=True)
-      if buffer.space == _HBM
+      if buffer.space == HBM
     )
 
   def _share(
-    self, computation: _Computation, value: _Instruction, result: float
+    self, computation: Computation, value: Instruction, result: float
   ) -> float:
     """Share of ``value``, inside a fusion, that its users read.
 
@@ -583,7 +383,7 @@ class _Analysis:
         return 1.0
     return min(share, 1.0)
 
-  def _written(self, computation: _Computation, outputs: int) -> list[float]:
+  def _written(self, computation: Computation, outputs: int) -> list[float]:
     """Bytes that a fused computation writes of each of its outputs."""
     root = computation.root
     if root.opcode == "tuple":
@@ -599,7 +399,7 @@ class _Analysis:
     # An asynchronous collective's buffers, counted with the collective.
     return [0.0] * outputs
 
-  def _update(self, computation: _Computation, value: _Instruction) -> float:
+  def _update(self, computation: Computation, value: Instruction) -> float:
     """Bytes written where ``value`` is an output of a fusion."""
     opcode, instructions = value.opcode, computation.instructions
     if opcode == "parameter":
@@ -620,152 +420,13 @@ class _Analysis:
         return self._written(inner, len(source.buffers))[index]
     return value.buffers[0].bytes
 
-  # Loops.
-
-  def _trips(
-    self,
-    computation: _Computation,
-    loop: _Instruction,
-    known: Mapping[int, int],
-  ) -> tuple[int | None, dict[int, int]]:
-    """How often a loop runs, and the carried values that it never changes.
-
-    The condition compares a counter with a constant: the counter is a carried
-    element that starts at a known value and that the body adds a constant to.
-    """
-    initial = computation.instructions[loop.operands[0]]
-    body = self._module.computations[loop.called("body")]
-    condition = self._module.computations[loop.called("condition")]
-    starts, inner = {}, {}
-    count = len(loop.buffers)
-    for index in range(count):
-      start = self._element(computation, initial, index, known)
-      if isinstance(start, int):
-        starts[index] = start
-        if self._element(body, body.root, index, {}) == _Carried(index):
-          inner[index] = start
-    compare, values = self._comparison(condition, inner)
-    if compare is None or None in values:
-      return None, inner
-    direction = re.search(r"direction=(\w+)", compare.text)[1]
-    counter, bound = values
-    if isinstance(bound, _Carried):
-      counter, bound = bound, counter
-      direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(
-        direction, direction
-      )
-    if not isinstance(counter, _Carried) or not isinstance(bound, int):
-      return None, inner
-    after = self._element(body, body.root, counter.index, inner)
-    start = starts.get(counter.index)
-    if start is None or not isinstance(after, _Carried):
-      return None, inner
-    if after.index != counter.index or not after.offset:
-      return None, inner
-    return (
-      _count(start + counter.offset, after.offset, bound, direction),
-      inner,
-    )
-
-  def _comparison(
-    self, condition: _Computation, known: Mapping[int, int]
-  ) -> tuple[_Instruction | None, list[_Value]]:
-    """The comparison that a condition ends in, and both its sides."""
-    root, scope = condition.root, (condition, known, None)
-    while root.opcode in ("fusion", "bitcast", "copy"):
-      computation, known, outer = scope
-      if root.opcode != "fusion":
-        root = computation.instructions[root.operands[0]]
-        continue
-      inner = self._module.computations[root.called("calls")]
-      scope = (inner, {}, (computation, root, known, outer))
-      root = inner.root
-    if root.opcode != "compare":
-      return None, []
-    computation, known, outer = scope
-    return root, [
-      self._value(computation, computation.instructions[name], known, outer)
-      for name in root.operands
-    ]
-
-  def _element(
-    self,
-    computation: _Computation,
-    instruction: _Instruction,
-    index: int,
-    known: Mapping[int, int],
-    outer: tuple | None = None,
-  ) -> _Value:
-    """What element ``index`` of a tuple is."""
-    if instruction.opcode == "tuple":
-      name = instruction.operands[index]
-      return self._value(
-        computation, computation.instructions[name], known, outer
-      )
-    if instruction.opcode == "parameter" and outer is None:
-      return known.get(index, _Carried(index))
-    if instruction.opcode == "fusion":
-      inner = self._module.computations[instruction.called("calls")]
-      scope = (computation, instruction, known, outer)
-      return self._element(inner, inner.root, index, {}, scope)
-    return None
-
-  def _value(
-    self,
-    computation: _Computation,
-    instruction: _Instruction,
-    known: Mapping[int, int],
-    outer: tuple | None,
-  ) -> _Value:
-    """What an integer scalar is.
-
-    Args:
-      computation: Where it is.
-      instruction: The scalar.
-      known: Of the computation's parameter, a tuple of a loop.
-      outer: In a fused computation, where its operands come from: computation,
-        fusion, known and outer of that.
-    """
-    opcode = instruction.opcode
-
-    def operand(index: int) -> _Value:
-      name = instruction.operands[index]
-      return self._value(
-        computation, computation.instructions[name], known, outer
-      )
-
-    if opcode == "constant":
-      text = instruction.inside
-      return int(text) if re.fullmatch(r"-?\d+", text) else None
-    if opcode == "parameter" and outer is not None:
-      parent, fusion, parent_known, parent_outer = outer
-      name = fusion.operands[int(instruction.inside)]
-      return self._value(
-        parent, parent.instructions[name], parent_known, parent_outer
-      )
-    if opcode == "get-tuple-element":
-      source = computation.instructions[instruction.operands[0]]
-      index = int(re.search(r"index=(\d+)", instruction.text)[1])
-      return self._element(computation, source, index, known, outer)
-    if opcode in (*_ELEMENTWISE, "copy-done", "broadcast"):
-      return operand(0)
-    if opcode == "copy-start":
-      return operand(0)
-    if opcode == "fusion":
-      inner = self._module.computations[instruction.called("calls")]
-      scope = (computation, instruction, known, outer)
-      return self._value(inner, inner.root, {}, scope)
-    if opcode in ("add", "subtract"):
-      return _sum(operand(0), operand(1), -1 if opcode == "subtract" else 1)
-    return None
-
   # Collectives.
 
   def _collect(
     self,
     cost: Cost,
-    computation: _Computation,
-    instruction: _Instruction,
+    computation: Computation,
+    instruction: Instruction,
     kind: str,
   ) -> None:
     """Counts a collective in ``cost``."""
@@ -790,47 +451,21 @@ class _Analysis:
     cost.add(Cost(collectives={(kind, axes or group, size): entry}), 1)
 
 
-def _expense(cost: Cost) -> tuple[float, float]:
-  return cost.cycles + cost.kernel_flops, cost.bytes
+def _expense(cost: Cost) -> float:
+  """To compare branches by: a byte weighs what it does on these chips."""
+  return cost.flops + _FLOPS_PER_BYTE * cost.bytes
 
 
-def _branches(instruction: _Instruction) -> list[str]:
+def _branches(instruction: Instruction) -> list[str]:
   listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.text)
   if listed:
-    return _NAME.findall(listed[1])
+    return NAME.findall(listed[1])
   return [
     instruction.called(f"{side}_computation") for side in ("true", "false")
   ]
 
 
-def _sum(a: _Value, b: _Value, sign: int) -> _Value:
-  """a + sign b, where no more than one of them is carried."""
-  if a is None or b is None:
-    return None
-  if isinstance(b, int):
-    if isinstance(a, int):
-      return a + sign * b
-    return _Carried(a.index, a.offset + sign * b)
-  if isinstance(a, int) and sign == 1:
-    return _Carried(b.index, b.offset + a)
-  return None
-
-
-def _count(start: int, step: int, bound: int, direction: str) -> int | None:
-  """Trips of a loop that runs while start + i step compares with bound."""
-  distance = bound - start
-  if direction in ("LE", "GE"):
-    distance += 1 if direction == "LE" else -1
-  elif direction == "NE":
-    return distance // step if distance % step == 0 else None
-  elif direction not in ("LT", "GT"):
-    return None
-  if (step > 0) != (direction in ("LT", "LE")):
-    return None  # Away from the bound.
-  return max(-(-distance // step), 0)
-
-
-def _kernel_name(instruction: _Instruction) -> str:
+def _kernel_name(instruction: Instruction) -> str:
   traced = re.search(r'op_name="([^"]*)"', instruction.text)
   parts = traced[1].split("/") if traced else []
   if "pallas_call" in parts[1:]:
@@ -839,7 +474,7 @@ def _kernel_name(instruction: _Instruction) -> str:
 
 
 def _instruction_bytes(
-  computation: _Computation, instruction: _Instruction
+  computation: Computation, instruction: Instruction
 ) -> float:
   """HBM traffic of an instruction that is no fusion."""
   opcode = instruction.opcode
@@ -851,14 +486,14 @@ def _instruction_bytes(
     # (destination, source, context), or (sources, destination, context).
     moved = outputs[0] if opcode == "copy-start" else outputs[1]
     source = operands[0][0]
-    read = moved.bytes if source.space == _HBM else 0.0
+    read = moved.bytes if source.space == HBM else 0.0
     return read + moved.hbm_bytes
   if opcode in _SLICES:
-    read = outputs[0].bytes if operands[0][0].space == _HBM else 0.0
+    read = outputs[0].bytes if operands[0][0].space == HBM else 0.0
     return read + outputs[0].hbm_bytes
   if opcode in _UPDATES:
     update = operands[1 if opcode[0] == "d" else 2][0]
-    written = update.bytes if outputs[0].space == _HBM else 0.0
+    written = update.bytes if outputs[0].space == HBM else 0.0
     return update.hbm_bytes + written
   if opcode.endswith("-start"):
     # A collective's outputs repeat its operands.
@@ -871,7 +506,7 @@ def _instruction_bytes(
 # Matrix products.
 
 
-def _flops(computation: _Computation, instruction: _Instruction) -> float:
+def _flops(computation: Computation, instruction: Instruction) -> float:
   if instruction.opcode not in ("convolution", "dot"):
     return 0.0
   left, right = (
@@ -948,7 +583,7 @@ def _meetings(
 # Groups of devices.
 
 
-def _group(instruction: _Instruction, partitions: int) -> tuple[int, ...]:
+def _group(instruction: Instruction, partitions: int) -> tuple[int, ...]:
   """The first group of a collective, in ring order."""
   text = instruction.text
   pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", text)

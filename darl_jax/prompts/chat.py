@@ -297,14 +297,11 @@ class ChatTokenizer:
   def _harmless(self, text: str) -> str:
     """The text, cut by marks wherever it would yield a special token."""
     text = text.replace(_MARK, "\ufffd")
-    while True:
-      cut = self._special.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
-      if cut == text:
-        break
-      text = cut
+    text = self._special.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
     if self._protected_ids.isdisjoint(self._encode(text)):
       return text
-    # Merges or normalisation made one of what does not read like it.
+    # One overlaps another, or merges or normalisation make one of what does
+    # not read like it: every character by itself.
     text = _MARK.join(text.replace(_MARK, ""))
     if self._protected_ids.isdisjoint(self._encode(text)):
       return text

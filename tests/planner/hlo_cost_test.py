@@ -156,6 +156,7 @@ class LoopTest(parameterized.TestCase):
     self.assertLess(abs(one.bytes / other.bytes - 1), 0.2)
     self.assertEmpty(one.unknown_loops)
 
+  @pytest.mark.slow
   def test_a_scan_costs_what_its_unrolled_form_does(self):
     x = on_one((TOKENS, EMBED))
     one = cost_of(lambda x, w: scanned(w, x), x, stack())
@@ -489,3 +490,113 @@ class TextTest(parameterized.TestCase):
     cost = hlo_cost.analyze(text)
     self.assertEqual(cost.kernels["named"].flops, 7)
     self.assertEqual(cost.bytes, 9 + 8192)
+
+  def test_an_asynchronous_collective_counts_once(self):
+    # Three fusions name it: where it starts, what runs beside it, where it
+    # ends. The second multiplies matrices, and passes its buffers on.
+    ends = "(f32[256]{0:T(256)}, f32[1024]{0:T(1024)}, u32[]{:S(2)})"
+    gather = (
+      "%g = f32[1024]{0:T(1024)} all-gather(%p), replica_groups=[2,4]<=[8], "
+      'backend_config={"async_collective_fusion_config":{}}'
+    )
+    text = (
+      HEADER
+      + f"""
+%start (p: f32[256]) -> (f32[256], f32[1024], u32[]) {{
+  %p = f32[256]{{0:T(256)}} parameter(0)
+  {gather}
+  ROOT %c = {ends} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+
+%beside (p: f32[256], o: f32[1024], f: u32[], a: f32[64,64]) -> (f32[64,64]) {{
+  %p = f32[256]{{0:T(256)}} parameter(0)
+  %o = f32[1024]{{0:T(1024)}} parameter(1)
+  %f = u32[]{{:S(2)}} parameter(2)
+  %a = f32[64,64]{{1,0:T(8,128)}} parameter(3)
+  {gather}
+  %d = f32[64,64]{{1,0:T(8,128)}} convolution(%a, %a), dim_labels=bf_io->bf
+  ROOT %t = (f32[64,64]{{1,0:T(8,128)}}, f32[256]{{0:T(256)}}) tuple(%d, %p)
+}}
+
+%end (p: f32[256], o: f32[1024], f: u32[]) -> f32[1024] {{
+  %p = f32[256]{{0:T(256)}} parameter(0)
+  %o = f32[1024]{{0:T(1024)}} parameter(1)
+  %f = u32[]{{:S(2)}} parameter(2)
+  {gather}
+  ROOT %c = f32[1024]{{0:T(1024)}} custom-call(%p, %o, %g, %f), \
+custom_call_target="AsyncCollectiveDone"
+}}
+
+ENTRY %main (p: f32[256], a: f32[64,64]) -> f32[1024] {{
+  %p = f32[256]{{0:T(256)}} parameter(0)
+  %a = f32[64,64]{{1,0:T(8,128)}} parameter(1)
+  %s = {ends} fusion(%p), kind=kCustom, calls=%start
+  %x = f32[256]{{0:T(256)}} get-tuple-element(%s), index=0
+  %y = f32[1024]{{0:T(1024)}} get-tuple-element(%s), index=1
+  %z = u32[]{{:S(2)}} get-tuple-element(%s), index=2
+  %b = (f32[64,64]{{1,0:T(8,128)}}, f32[256]{{0:T(256)}}) \
+fusion(%x, %y, %z, %a), kind=kOutput, calls=%beside
+  ROOT %e = f32[1024]{{0:T(1024)}} fusion(%x, %y, %z), kind=kCustom, calls=%end
+}}
+"""
+    )
+    cost = hlo_cost.analyze(text)
+    [entry] = cost.collectives.values()
+    self.assertEqual((entry.kind, entry.count), ("all-gather", 1))
+    self.assertEqual(entry.bytes, 3 * 256 * 4)
+    self.assertEqual(cost.flops, 2 * 64**3)
+    # The product's operand, 64 of 128 lanes, and its result.
+    matrices = 2 * 64 * 128 * 4
+    self.assertBetween(cost.bytes, matrices, matrices + 3 * 1024 * 4)
+
+  def test_a_sum_of_which_a_part_is_kept_is_a_reduce_scatter(self):
+    text = (
+      HEADER
+      + """
+%scatter (p: f32[1024], i: s32[]) -> f32[256] {
+  %p = f32[1024]{0:T(1024)} parameter(0)
+  %i = s32[] parameter(1)
+  %r = f32[1024]{0:T(1024)} all-reduce(%p), replica_groups=[2,4]<=[8]
+  ROOT %d = f32[256]{0:T(256)} dynamic-slice(%r, %i), dynamic_slice_sizes={256}
+}
+
+ENTRY %main (p: f32[1024], i: s32[]) -> f32[256] {
+  %p = f32[1024]{0:T(1024)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %f = f32[256]{0:T(256)} fusion(%p, %i), kind=kCustom, calls=%scatter
+}
+"""
+    )
+    [entry] = hlo_cost.analyze(text).collectives.values()
+    self.assertEqual(entry.kind, "reduce-scatter")
+    self.assertEqual(entry.bytes, 4096 * 3 / 4)
+
+  def test_a_fused_update_in_place(self):
+    text = (
+      HEADER
+      + """
+%copied (p: f32[64,1024]) -> f32[64,1024] {
+  %p = f32[64,1024]{1,0:T(8,128)} parameter(0)
+  ROOT %c = f32[64,1024]{1,0:T(8,128)} copy(%p)
+}
+
+%update (p: f32[64,1024], u: f32[8,1024], i: s32[]) -> f32[1,64,1024] {
+  %p = f32[64,1024]{1,0:T(8,128)} parameter(0)
+  %u = f32[8,1024]{1,0:T(8,128)} parameter(1)
+  %i = s32[] parameter(2)
+  %c = f32[64,1024]{1,0:T(8,128)} fusion(%p), kind=kLoop, calls=%copied
+  %d = f32[64,1024]{1,0:T(8,128)} dynamic-update-slice(%c, %u, %i, %i)
+  ROOT %b = f32[1,64,1024]{2,1,0:T(8,128)} bitcast(%d)
+}
+
+ENTRY %main (p: f32[64,1024], u: f32[8,1024], i: s32[]) -> f32[1,64,1024] {
+  %p = f32[64,1024]{1,0:T(8,128)} parameter(0)
+  %u = f32[8,1024]{1,0:T(8,128)} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+  ROOT %f = f32[1,64,1024]{2,1,0:T(8,128)} fusion(%p, %u, %i), kind=kLoop, \
+calls=%update
+}
+"""
+    )
+    scalar = 4
+    self.assertEqual(hlo_cost.analyze(text).bytes, 2 * 8 * 1024 * 4 + scalar)

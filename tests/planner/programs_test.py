@@ -25,8 +25,8 @@ class MessageTest(parameterized.TestCase):
     ),
     (
       "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory "
-      "in memory space hbm. Used 23.50G of 15.75G hbm. Exceeded hbm capacity by "
-      "7.75G.",
+      "in memory space hbm. Used 23.50G of 15.75G hbm. Exceeded hbm capacity "
+      "by 7.75G.",
       23.5 * GIB,
     ),
     (

@@ -120,7 +120,7 @@ class SuggestionsTest(parameterized.TestCase):
     # Two snapshots stay; 19.5 GiB go with 40 prompts; 2 data slices.
     run = config()
     lines = suggest(run, program("decode", "rollout", resident=GIB / 2))
-    self._assert_one(lines, "rollout.prompts_per_batch=28 (of 40)", "14.6 GiB")
+    self._assert_one(lines, "rollout.prompts_per_batch=30 (of 40)", "15.6 GiB")
     self._assert_one(
       lines, "mesh.rollout.tensor=2 (of 1)", "4 rollout", "10.2 GiB"
     )

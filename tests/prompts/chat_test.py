@@ -227,6 +227,15 @@ class HostileTextTest(parameterized.TestCase):
     shown = made.decode_prompt(made.encode_prompt(question))
     self.assertIn(f"<|im_start|>user\n{said}<|im_end|>\n", shown)
 
+  def test_only_the_special_token_is_cut(self):
+    tokens = make(CHATML).encode_response("hi<|im_end|>hi").tolist()
+    self.assertEqual(tokens, [HI, *letters("<|im_end|>"), HI, END])
+
+  def test_spaces_in_a_templates_source_stay_spaces(self):
+    self.assertIn("   ", QWEN)
+    tokens = make(QWEN).encode_response("   hi").tolist()
+    self.assertEqual(tokens, [ID["   "], HI, END])
+
   def test_a_system_message_is_text_too(self):
     made = make(CHATML, system="hi<|im_end|>")
     tokens = made.encode_prompt("hi").tolist()
@@ -313,8 +322,24 @@ class StopTest(parameterized.TestCase):
       self.assertEqual(made.decode([HI, stop, HI, END]), "hi")
 
   def test_a_template_that_ends_no_turn(self):
-    made = make("{{ messages[0].content }}", eos=[ID["</s>"]], eos_token="<s>")
+    template = "<|im_start|>{{ messages[0].content }}"
+    made = make(template, eos=[ID["</s>"]], eos_token="<s>")
     self.assertEqual(made.stop_ids, (ID["</s>"], ID["<s>"]))
+
+  def test_the_longest_token_ends_the_turn(self):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(
+      [tokenizers.AddedToken("<|im_end|>|", normalized=False)]
+    )
+    made = make(CHATML.replace("end|>", "end|>|"), tokenizer=tokenizer)
+    self.assertEqual(made.stop_ids, (len(ID), END))
+
+  def test_an_ordinary_token_may_be_named(self):
+    made = make(CHATML, eos=None, eos_token="hi")
+    self.assertEqual(made.stop_ids, (END, HI))
+    self.assertEqual(
+      made.encode_response("hi!").tolist(), [*letters("hi!"), END]
+    )
 
   def test_the_models_config_counts_too(self):
     contents = files(CHATML, eos=END, eos_token="<|im_end|>")

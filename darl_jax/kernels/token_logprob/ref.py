@@ -97,10 +97,9 @@ def token_logprob(
   if support_mask is not None:
     supported = unpack_support(support_mask)[..., : logits.shape[-1]]
     empty = ~jnp.any(supported, axis=-1)
-    # Whatever the excluded logits are, they are replaced before any use. An
-    # empty row becomes one of equal logits; its results are replaced too.
+    # Whatever the excluded logits are, they are replaced before any use. In an
+    # empty row all are equal then, and its results are replaced below.
     logits = jnp.where(supported, logits, EXCLUDED)
-    logits = jnp.where(empty[..., None], 0.0, logits)
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   exponentials = jnp.exp(logits)
   partition = jnp.sum(exponentials, axis=-1)

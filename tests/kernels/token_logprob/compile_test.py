@@ -71,7 +71,7 @@ class CompileTest(parameterized.TestCase):
 
   @parameterized.parameters("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
   def test_one_chip(self, name):
-    _, temporaries = self._text(
+    text, temporaries = self._text(
       name,
       lambda devices: Partition(
         Mesh(np.array(devices[:1]), ("data",)), ("data",), None, None
@@ -83,6 +83,8 @@ class CompileTest(parameterized.TestCase):
     # the rest; all logits would be 410 MB, and all of dW 26 MB.
     block = 4 * 2048 * (block_sizes.SCAN_BLOCK + 128)
     self.assertLess(temporaries, 2 * block)
+    # No second copy of the unembedding, cast as a whole.
+    self.assertFalse("bf16[50000,128]" in text)
 
   @parameterized.parameters("v5e:2x4", "v5p:2x2x2", "v6e:2x4")
   def test_mesh(self, name):
