@@ -270,7 +270,7 @@ class _Analysis:
       cost.bytes = cost.unestimated_bytes = moved
       return cost
     name = _kernel_name(instruction)
-    estimate = re.search(r'"cost_estimate":(\{[^}]*\})', instruction.text)
+    estimate = re.search(r'"cost_estimate":\s*(\{[^}]*\})', instruction.text)
     kernel = Kernel(name, "none", count=1.0, bytes=moved)
     attention = attention_cost.splash_attention(
       name,

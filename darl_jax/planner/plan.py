@@ -251,7 +251,11 @@ def matmul_parameters(model: ModelConfig, vocab_size: int) -> tuple[int, int]:
   """
   heads, kv_heads = model.num_heads, model.num_kv_heads
   attention = 2 * model.embed_dim * (heads + kv_heads) * model.head_dim
-  layer = attention + 3 * model.embed_dim * model.mlp_dim
+  feed_forward = 3 * model.embed_dim * model.mlp_dim
+  if model.num_experts:  # Those that a token is sent to, and the router.
+    experts = 3 * model.experts_per_token * model.expert_mlp_dim
+    feed_forward = model.embed_dim * (experts + model.num_experts)
+  layer = attention + feed_forward
   return model.num_layers * layer, vocab_size * model.embed_dim
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -95,6 +96,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     f"sample, {whole.unused_devices} unused. Compiled, never run."
   )
   console.print(_memory_table(plan))
+  console.print(_cost_table(plan))
   console.print(_time_table(plan))
   if lines := list(_details(plan)):
     console.print("\n".join(lines), highlight=False)
@@ -103,101 +105,120 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"[bold yellow]try[/] {line}", highlight=False)
 
 
+def _table(title: str, *columns: str) -> Table:
+  """Narrow enough for a terminal of 80 columns."""
+  table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+  for number, name in enumerate(columns):
+    table.add_column(name, justify="right" if number else "left", no_wrap=True)
+  return table
+
+
 def _memory_table(plan: Plan) -> Table:
-  table = Table(title="HBM of a device")
-  for name in (
+  table = _table(
+    "HBM of a device, GiB",
     "program",
     "arguments",
     "outputs",
-    "in place",
-    "temporaries",
-    "code",
+    "temporary",
     "peak",
-    "beside it",
+    "beside",
     "total",
     "fits",
-  ):
-    table.add_column(name, justify="left" if name == "program" else "right")
+  )
   for program in plan.programs:
     memory = program.memory
-    cells = ["", "", "", "", "", ""]
+    cells = ["", "", "", ""]
     if memory:
       cells = [
-        _size(value)
+        _gib(value)
         for value in (
           memory.arguments,
-          memory.outputs,
-          memory.aliased,
+          memory.outputs - memory.aliased,
           memory.temporaries,
-          memory.code,
           memory.peak,
         )
       ]
     elif program.needed is not None:
-      cells[-1] = _size(program.needed)
+      cells[-1] = _gib(program.needed)
     table.add_row(
       program.name,
       *cells,
-      _size(program.resident),
-      "" if program.total is None else _size(program.total),
+      _gib(program.resident),
+      "" if program.total is None else _gib(program.total),
       _fits(program),
     )
   return table
 
 
+def _gib(value: float) -> str:
+  return f"{value / 2**30:.2f}"
+
+
 def _fits(program: Program) -> str:
   if program.total is None:
-    return "[bold red]no: " + program.failure.split(":")[0] + "[/]"
+    return "[bold red]no[/]"
   spare = program.chip.hbm_bytes - program.total
   if program.fits:
-    return f"[green]yes, {_size(spare)} left[/]"
-  return f"[bold red]no, {_size(-spare)} over[/]"
+    return f"[green]{_gib(spare)} left[/]"
+  return f"[bold red]{_gib(-spare)} over[/]"
 
 
-def _time_table(plan: Plan) -> Table:
-  table = Table(title="One execution on a device")
-  for name in (
+def _cost_table(plan: Plan) -> Table:
+  table = _table(
+    "What one execution does on a device",
     "program",
     "TFLOP",
-    "HBM",
-    "links",
-    "at peak",
-    "at HBM's",
-    "links'",
-    "without links",
-    "if hidden",
-    "time",
-    "tokens/s",
-    "of peak",
-    "kernels",
+    "HBM traffic",
+    "over links",
+    "share of kernels",
     "compiled in",
-  ):
-    table.add_column(name, justify="left" if name == "program" else "right")
+  )
   for program in plan.programs:
-    cost, estimate = program.cost, program.estimate
-    cells = [""] * 12
-    if cost and estimate:
+    cells = [""] * 4
+    if cost := program.cost:
       cells = [
         f"{cost.flops / 1e12:.3g}",
         _size(cost.bytes),
         _size(cost.collective_bytes),
+        f"{program.kernel_share:.2g}",
+      ]
+    table.add_row(program.name, *cells, f"{program.compile_seconds:.0f} s")
+  return table
+
+
+def _time_table(plan: Plan) -> Table:
+  method = next((p.estimate.method for p in plan.programs if p.estimate), "")
+  table = _table(
+    f"Estimated time of one execution ({method}; links last, not hidden)",
+    "program",
+    "at peak",
+    "at HBM's",
+    "busy",
+    "+ links",
+    "= time",
+    "tokens/s",
+    "of peak",
+  )
+  for program in plan.programs:
+    if estimate := program.estimate:
+      table.add_row(
+        program.name,
         _time(estimate.compute),
         _time(estimate.memory),
+        _time(estimate.busy),
         _time(estimate.collectives),
-        f"{_time(estimate.busy)} {estimate.method}",
-        _time(estimate.hidden),
         f"[bold]{_time(estimate.seconds)}[/]",
         f"{program.tokens_per_s:,.0f}" if program.tokens else "",
         f"{program.peak_share:.3f}" if program.model_flops else "",
-        f"{program.kernel_share:.2f}",
-      ]
-    table.add_row(program.name, *cells, f"{program.compile_seconds:.0f} s")
+      )
   return table
 
 
 def _details(plan: Plan) -> Iterator[str]:
   """Collectives, and what could not be counted."""
   for program in plan.programs:
+    if program.failure:
+      yield f"{program.name}: {program.failure}"
     if not program.cost:
       continue
     parts = [

@@ -513,7 +513,13 @@ class ProgramsTest(parameterized.TestCase):
     state = _state(learner)
     config = learner._config
     rows = config.rows // config.minibatches
-    batch = _batch(2)
+    table = np.zeros(_DEFAULT.objective.max_versions)
+    batch = dataclasses.replace(
+      _batch(2),
+      clip_low=table.astype(np.float32),
+      clip_high=table.astype(np.float32),
+      versions=table.astype(np.int32),
+    )
     self.assertEqual(batch.tokens.shape, (2, 1, rows, config.row_tokens))
     train = learner._train.lower(
       state, jax.device_put(batch, learner._batch_shardings(batch))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -292,6 +293,23 @@ class KernelTest(parameterized.TestCase):
     self.assertEqual(kernel.flops, 3 * 12_345)
     self.assertEqual(kernel.bytes, 3 * 2**20)
     self.assertEqual(cost.flops, 3 * 12_345)
+
+  def test_one_that_reads_through_a_fusion_costs_what_it_says(self):
+    """XLA then writes the estimate over several lines."""
+    doubled = self._doubled(
+      name="doubler",
+      cost_estimate=pl.CostEstimate(
+        flops=12_345, bytes_accessed=2**20, transcendentals=0
+      ),
+      compiler_params=pltpu.CompilerParams(allow_input_fusion=[True]),
+    )
+    cost = cost_of(
+      lambda x: doubled(x + 1), on_one((32_768, 2048), jnp.float32)
+    )
+    kernel = cost.kernels["doubler"]
+    self.assertEqual(kernel.source, "carried")
+    self.assertEqual(kernel.flops, 12_345)
+    self.assertEqual(kernel.bytes, 2**20)
 
   def test_one_that_says_nothing_is_named_with_the_bytes_of_its_ends(self):
     cost = cost_of(

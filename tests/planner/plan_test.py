@@ -125,6 +125,27 @@ class PlanTest(parameterized.TestCase):
 
 
 class MatmulParametersTest(parameterized.TestCase):
+  def test_a_token_meets_only_the_experts_that_it_is_sent_to(self):
+    values = tiny_config.get_config()
+    values.model.update(
+      dict(num_experts=4, experts_per_token=2, expert_mlp_dim=8)
+    )
+    model = config_lib.parse(values).model
+    policy = Policy(model, vocab_size=VOCAB)
+    shapes = jax.eval_shape(policy.init, jax.random.key(0))
+    layers = shapes["layers"]
+    experts = layers["feed_forward"]
+    met = sum(math.prod(leaf.shape) for leaf in layers["attention"].values())
+    met -= sum(
+      math.prod(leaf.shape)
+      for name, leaf in layers["attention"].items()
+      if name.endswith("norm")
+    )
+    met += math.prod(experts["router"].shape)
+    for name in ("gate", "up", "down"):
+      met += math.prod(experts[name].shape) // 2
+    self.assertEqual(plan_lib.matmul_parameters(model, VOCAB)[0], met)
+
   @parameterized.parameters(True, False)
   def test_counts_the_models_matrices(self, tied):
     values = tiny_config.get_config()

@@ -90,10 +90,10 @@ class TableTest(parameterized.TestCase):
       "197 TFLOP/s",
       "8 unused",
       "never run",
-      "yes, 7.75 GiB left",
+      "7.75 left",
       "250",
       "279 GiB",
-      "1.5 s compiler",
+      "(compiler; links last, not hidden)",
       "2 s",
       "500",  # Tokens a second, over both bounds' greater time.
       "0.500",
@@ -109,15 +109,27 @@ class TableTest(parameterized.TestCase):
   def test_one_that_the_compiler_finds_no_room_for_is_a_row(self):
     text = printed(plan(FITS, FAILS))
     [row] = [
-      line for line in text.splitlines() if "over" in line and "│" in line
+      line for line in text.splitlines() if " over" in line and "decode" in line
     ]
     self.assertIn("decode", row)
-    self.assertIn("20.5 GiB", row)
-    self.assertIn("no, 5.75 GiB over", row)
+    self.assertIn("20.50", row)
+    self.assertIn("5.75 over", row)
+    self.assertIn("decode: RESOURCE_EXHAUSTED: Ran out of memory", text)
 
   def test_one_without_a_figure(self):
     program = dataclasses.replace(FAILS, needed=None)
-    self.assertIn("no: RESOURCE_EXHAUSTED", printed(plan(program)))
+    self.assertRegex(printed(plan(program)), r"decode .* no *\n")
+    self.assertIn("decode: RESOURCE_EXHAUSTED", printed(plan(program)))
+
+  def test_fits_a_terminal_of_80_columns(self):
+    out = io.StringIO()
+    report.print_plan(plan(FITS, FAILS), Console(file=out, width=80))
+    text = out.getvalue()
+    self.assertNotIn("…", text)
+    self.assertLessEqual(max(map(len, text.splitlines())), 80)
+    # Nothing of a table's row is on another line.
+    for cells in (r"train_step +2.00 .* 7.75 left", r"decode .* over"):
+      self.assertRegex(text, cells)
 
   def test_the_bottleneck(self):
     whole = dataclasses.replace(WHOLE, generation_seconds=5.0)

@@ -263,6 +263,7 @@ def _forward(
   # At least 1 in any row that has a support: the peak's own exponential.
   partition = jnp.where(empty, 1.0, stats.partition)
   log_partition = jnp.log(partition)
+  # Neither part is negative, but for what a platform's log makes of 1.
   entropy = jnp.maximum(log_partition - stats.weighted / partition, 0.0)
   logprobs = stats.chosen - stats.peak - log_partition
   constant = empty
@@ -380,6 +381,8 @@ def _add_rows(
   cut: _Cut,
 ) -> jax.Array:
   """Adds ``factors[n] hidden[n]`` to row ``entries[n]``, in float32.
+
+  As the gradient of an embedding's look-up does.
 
   Args:
     unembedding: float32, this device's part of the gradient [V, D].
