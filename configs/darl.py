@@ -118,5 +118,7 @@ def get_config() -> config_dict.ConfigDict:
       rollout=dict(data=1, tensor=1),
     )
   )
-  config.evaluate = config_dict.ConfigDict(dict(every=200, num_prompts=512))
+  config.evaluate = config_dict.ConfigDict(
+    dict(every=200, num_prompts=512, temperature=0.0)
+  )
   return config

@@ -42,7 +42,8 @@ class PromptsConfig:
     max_tokens: Longer prompts are dropped, and counted.
     instruction: The text that asks a question, with "{question}" in its place.
     tokenizer: A published model's folder or .gguf file, which ask through its
-      chat template; "" trains one on the task's text.
+      chat template; "" takes that of model.checkpoint, and without one trains
+      a tokenizer on the task's text.
     system: The template's system message; "" leaves it to the template.
     vocab_size: Upper bound for the tokenizer trained on the task's text.
   """
@@ -90,6 +91,9 @@ class ModelConfig:
       memory: nothing, all of a layer but its attention, or all of a layer.
     vocab_size: V, rows of the embedding; 0 takes the tokenizer's, and a model
       may have more.
+    checkpoint: Where the parameters start: a published model's folder, its id
+      on the hub, or a .gguf file, whose shape this must be; "" makes fresh
+      ones.
   """
 
   num_layers: int
@@ -115,6 +119,7 @@ class ModelConfig:
   compute_dtype: Literal["float32", "bfloat16"]
   remat: Literal["none", "attention", "layer"]
   vocab_size: int
+  checkpoint: Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,16 +340,18 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-  """Greedy accuracy on held-out prompts.
+  """Accuracy on held-out prompts.
 
   Attributes:
     every: Learner steps between evaluations; there is always one before the
       first step and one after the last.
     num_prompts: Held-out prompts asked each time.
+    temperature: Of the answers; 0 is greedy.
   """
 
   every: int
   num_prompts: int
+  temperature: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -667,6 +674,7 @@ _RANGES = {
   "mesh.rollout.tensor": _AT_LEAST_1,
   "evaluate.every": _AT_LEAST_1,
   "evaluate.num_prompts": _AT_LEAST_1,
+  "evaluate.temperature": _AT_LEAST_0,
 }
 
 
@@ -690,11 +698,11 @@ def _check_prompts(c: Any) -> list[str]:
       f"prompts.instruction = {_shown(c.prompts.instruction)} does not ask the "
       "question. Try prompts.instruction='{question}'."
     )
-  if c.prompts.system and not c.prompts.tokenizer:
+  if c.prompts.system and not (c.prompts.tokenizer or c.model.checkpoint):
     problems.append(
       f"prompts.system = {_shown(c.prompts.system)} has no place without a "
       "chat template. Try prompts.system='', or a published model's folder as "
-      "prompts.tokenizer."
+      "prompts.tokenizer or model.checkpoint."
     )
   return problems
 

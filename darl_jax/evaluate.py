@@ -1,4 +1,4 @@
-"""Greedy accuracy on held-out prompts."""
+"""Accuracy on held-out prompts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 class Evaluator:
-  """Asks the same held-out prompts each time, greedily."""
+  """Asks the same held-out prompts each time, once, with the same draws."""
 
   def __init__(
     self,
@@ -56,20 +56,20 @@ class Evaluator:
     """
     self._prompts = prompts[: config.evaluate.num_prompts]
     data = config.mesh.rollout.data
-    # No more sequences at a time than the training rollouts have room for.
+    # As many prompts at a time as training reads: its memory is enough.
     rollout = config.rollout
-    most = rollout.prompts_per_batch * rollout.samples_per_prompt
+    most = rollout.prompts_per_batch
     batch = -(-min(len(self._prompts), most) // data) * data
-    greedy = dataclasses.replace(
+    once = dataclasses.replace(
       rollout,
       prompts_per_batch=batch,
       samples_per_prompt=1,
-      temperature=0.0,
+      temperature=config.evaluate.temperature,
     )
-    self._engine = Engine(policy, greedy, **engine_arguments)
+    self._engine = Engine(policy, once, **engine_arguments)
 
   def answer(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
-    """Greedy answers of a snapshot on the rollout mesh, not scored yet."""
+    """Answers of a snapshot on the rollout mesh, not scored yet."""
     size = self._engine.config.prompts_per_batch
     answered: list[TrajectoryGroup] = []
     for start in range(0, len(self._prompts), size):

@@ -24,10 +24,11 @@ import numpy as np
 
 from darl_jax import checkpoint, metrics
 from darl_jax import config as config_lib
-from darl_jax.config import ConfigError, RunConfig
+from darl_jax.config import ConfigError, PromptsConfig, RunConfig
 from darl_jax.evaluate import Evaluation, Evaluator
 from darl_jax.learner.step import Learner
 from darl_jax.learner.warm_start import warm_start
+from darl_jax.models import published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.replay import batching, selection
@@ -98,12 +99,16 @@ class Run:
       make_engine: Builds the sampler of the training rollouts.
 
     Raises:
-      ConfigError: The devices, the prompts or the workdir do not fit.
+      ConfigError: The devices, the checkpoint, the prompts or the workdir do
+        not fit.
     """
     self.config = config
     self.workdir = workdir
     self.meshes = meshes.split_devices(config.mesh)
-    self.prompts = dataset.load(config.prompts, seed=config.seed)
+    self.checkpoint = _locate_checkpoint(config)
+    self.prompts = dataset.load(
+      _with_tokenizer(config.prompts, self.checkpoint), seed=config.seed
+    )
     if problems := _prompt_problems(config, self.prompts):
       raise ConfigError(problems)
     tokenizer = self.prompts.tokenizer
@@ -193,7 +198,9 @@ class Run:
     try:
       with self.progress:
         self._introduce()
-        self.state = self.learner.init_state(self._warm_start())
+        self.state = self.learner.init_state(
+          self._warm_start(self._initial_params())
+        )
         self._publish(version=0)
         self._evaluate(0)
         self.train()
@@ -270,10 +277,19 @@ class Run:
 
   # ------------------------------------------------------------------- stages
 
-  def _warm_start(self) -> Params:
-    """Fresh parameters, after the supervised stage."""
+  def _initial_params(self) -> Params:
+    """The checkpoint's parameters, or fresh ones."""
+    if self.checkpoint is None:
+      return self.learner.init_params(self.config.seed)
+    return published.load(
+      self.checkpoint,
+      self.config.model,
+      shardings=self.learner.param_shardings,
+    )
+
+  def _warm_start(self, params: Params) -> Params:
+    """``params``, which it takes over, after the supervised stage."""
     config = self.config.warm_start
-    params = self.learner.init_params(self.config.seed)
     if not config.steps:
       return params
     self.progress.stage("warm start", config.steps)
@@ -396,7 +412,7 @@ class Run:
       rng=rng,
       report={
         **_prefixed("select", report),
-        **self._parity(params, pool),
+        **self._parity(pool, plan, per_token),
       },
     )
 
@@ -436,37 +452,43 @@ class Run:
       entries, score_rows=learner.score_rows, row_tokens=learner.row_tokens
     )
 
-  def _parity(self, params: Params, pool: Pool) -> dict[str, float]:
+  def _parity(
+    self, pool: Pool, plan: batching.ScoringPlan, per_token: np.ndarray
+  ) -> dict[str, float]:
     """How the sampler's log-probs compare with the learner's, per token.
 
-    Recomputes one dispatch of the newest trajectories that a single version
-    sampled from end to end, under that version.
+    Of the newest trajectories that a single version sampled from end to end,
+    under that version: all of them where the scoring pass was under it, or else
+    one dispatch, computed again.
     """
     whole = [
-      entry
-      for entry in pool.entries
+      (entry.trajectory.begun_by, i)
+      for i, entry in enumerate(pool.entries)
       if entry.trajectory.policy_version[-1] == entry.trajectory.begun_by
     ]
     if not whole:
       return {}
-    sampler = max(entry.trajectory.begun_by for entry in whole)
-    plan = self._plan(
-      [entry for entry in whole if entry.trajectory.begun_by == sampler]
-    )
-    if sampler != pool.version:
+    sampler, _ = max(whole)
+    newest = [i for version, i in whole if version == sampler]
+    if sampler == pool.version:
+      chosen = [pool.entries[i].trajectory for i in newest]
+      logprobs = plan.tokens_of(per_token, np.array(newest))
+      behavior = np.concatenate([t.behavior_logprobs for t in chosen])
+      mask = np.concatenate([t.loss_mask for t in chosen])
+    else:
       try:
         snapshot = self.ring.snapshot(sampler)
       except KeyError:  # Beyond replay.snapshot_bytes.
         return {}
+      batch = self._plan([pool.entries[i] for i in newest]).batches[0]
       params = transfer.to_mesh(
         snapshot,
         shardings=self.learner.param_shardings,
         dtype=jnp.dtype(jnp.float32),
       ).params
-    batch = plan.batches[0]
-    logprobs, _ = self.learner.score(params, batch)
-    gaps = np.abs(np.asarray(logprobs) - batch.behavior_logprobs)
-    gaps = gaps[batch.loss_mask]
+      logprobs = np.asarray(self.learner.score(params, batch)[0])
+      behavior, mask = batch.behavior_logprobs, batch.loss_mask
+    gaps = np.abs(logprobs - behavior)[mask]
     p95, largest = float(np.quantile(gaps, 0.95)), float(np.max(gaps))
     bound = self.config.learner.parity_alarm
     if p95 > bound:
@@ -481,9 +503,8 @@ class Run:
 
   def _evaluate(self, step: int) -> None:
     """Held-out accuracy of the newest snapshot, and some of its answers."""
-    snapshot = self._on_rollout_mesh(self.ring.latest())
-    with self._rollout_mesh_free:
-      answered = self.evaluator.answer(snapshot)
+    with self._rollout_mesh_free:  # Room for the snapshot, too.
+      answered = self.evaluator.answer(self._newest_on_rollout_mesh())
     evaluation = self.evaluator.judge(self._verify_now(answered))
     self.summary.evaluated(step, evaluation.accuracy)
     self.writer.write(step, evaluation.metrics())
@@ -499,12 +520,12 @@ class Run:
 
   def _samples(self, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
     """The first held-out answers as people read them."""
-    decode = self.prompts.tokenizer.decode
+    tokenizer = self.prompts.tokenizer
     for group in evaluation.groups[:_NUM_SAMPLES]:
       answer = group.trajectories[0]
       yield {
-        "prompt": decode(group.prompt.tokens),
-        "response": decode(answer.response),
+        "prompt": tokenizer.decode_prompt(group.prompt.tokens),
+        "response": tokenizer.decode(answer.response),
         "reference": group.prompt.reference["answer"],
         "reward": answer.reward,
       }
@@ -609,6 +630,28 @@ class Run:
       f"{metrics.CURVE_FILE}"
     )
     return summary
+
+
+def _locate_checkpoint(config: RunConfig) -> pathlib.Path | None:
+  """Where the parameters start; None for fresh ones.
+
+  Raises:
+    ConfigError: It is not there, or not of the model's shape.
+  """
+  if not config.model.checkpoint:
+    return None
+  path = published.locate(config.model.checkpoint)
+  published.check(path, config.model)
+  return path
+
+
+def _with_tokenizer(
+  prompts: PromptsConfig, checkpoint: pathlib.Path | None
+) -> PromptsConfig:
+  """The prompts' tokenizer is the checkpoint's, unless another is named."""
+  if prompts.tokenizer or checkpoint is None:
+    return prompts
+  return dataclasses.replace(prompts, tokenizer=str(checkpoint))
 
 
 def _open_workdir(workdir: pathlib.Path) -> metrics.MetricsWriter:

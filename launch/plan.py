@@ -52,12 +52,18 @@ def main(_) -> int:
     if not vocab_size:
       prompts = dataset.load(config.prompts, seed=config.seed)
       vocab_size = prompts.tokenizer.vocab_size
-    with progress.status("topology") as status:
+    compiled = []
+
+    def show(name: str) -> None:
+      compiled.append(name)
+      status.update(f"compiling; done: {', '.join(compiled)}")
+
+    with progress.status("compiling: minutes for a large model") as status:
       plan = plan_lib.plan(
         config,
         name,
         vocab_size=vocab_size,
-        progress=lambda what: status.update(f"compiling {what}"),
+        progress=show,
       )
   except config_lib.ConfigError as error:
     print(f"ConfigError: {error}", file=sys.stderr)

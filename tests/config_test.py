@@ -10,13 +10,14 @@ import pytest
 from absl.testing import parameterized
 from ml_collections import config_dict
 
-from configs import darl
+from configs import darl, finetune
 from darl_jax import config as config_lib
+from darl_jax.models import published
 
 CONFIGS = sorted(
   path.stem
   for path in pathlib.Path(darl.__file__).parent.glob("*.py")
-  if path.stem != "__init__"
+  if path.stem not in ("__init__", "finetune")  # Which needs a model.
 )
 
 
@@ -82,6 +83,15 @@ class ParseTest(parameterized.TestCase):
     module = importlib.import_module(f"configs.{name}")
     parsed = config_lib.parse(module.get_config())
     self.assertIsInstance(parsed, config_lib.RunConfig)
+
+  @parameterized.parameters("llama-tied", "qwen3-moe")
+  def test_finetuning_takes_its_shape_from_the_model(self, name):
+    folder = pathlib.Path(__file__).parent / "fixtures" / name
+    parsed = config_lib.parse(finetune.get_config(str(folder)))
+    shape = dataclasses.asdict(parsed.model)
+    self.assertEqual(shape | published.read_config(folder), shape)
+    self.assertEqual(parsed.model.checkpoint, str(folder))
+    self.assertEqual(parsed.warm_start.steps, 0)
 
   def test_values_arrive(self):
     parsed = config_lib.parse(

@@ -27,9 +27,7 @@ def make_config(
   *, num_prompts: int, data: int = 1, most: int = 64
 ) -> config.RunConfig:
   fields = get_config()
-  fields.rollout.samples_per_prompt = 2
-  # Room for so many sequences, of any prompts.
-  fields.rollout.prompts_per_batch = max(most // (2 * data), 1) * data
+  fields.rollout.prompts_per_batch = -(-most // data) * data
   fields.mesh.rollout.data = data
   fields.evaluate.num_prompts = num_prompts
   return config.parse(fields)
@@ -110,7 +108,7 @@ class EvaluatorTest(parameterized.TestCase):
   @parameterized.parameters(
     dict(most=2),  # Batches of 2, 2, 2 and 1.
     dict(data=4),  # One row more than there are prompts.
-    dict(data=4, most=4),  # 8 at a time, and fewer are asked.
+    dict(data=4, most=4),  # Two batches.
   )
   def test_batches_do_not_change_the_answers(self, **split):
     whole, parts = answers(num_prompts=7), answers(num_prompts=7, **split)

@@ -94,7 +94,9 @@ class ExportTest(parameterized.TestCase):
 
   def _load(self):
     values = hf.read_config(self.out)
-    model = ModelConfig(**values, compute_dtype="float32", remat="none")
+    model = ModelConfig(
+      **values, compute_dtype="float32", remat="none", checkpoint=""
+    )
     policy = Policy(model, vocab_size=model.vocab_size)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), meshes.TRAIN_AXES)
     shardings = rules.param_shardings(

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from absl.testing import parameterized
 
+from tests.fixtures import tiny_tokenizer
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "fixtures" / "tiny_config.py"
 
@@ -104,6 +106,21 @@ class MistakesTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
+    ("configs/finetune.py", "no model is named"),
+    ("configs/finetune.py:./nope", "'./nope' is no folder"),
+    ("configs/finetune.py:tests", "config.json: No such file"),
+  )
+  def test_no_such_model(self, config, says):
+    self._assert_refused(f"--config={config}", says=("ConfigError", says))
+
+  def test_a_model_that_was_not_fetched(self):
+    self._assert_refused(
+      "--config=configs/smollm2.py",
+      "--config.model.checkpoint=runs/none.gguf",
+      says=("runs/none.gguf is no file", "python launch/fetch_smollm2.py"),
+    )
+
+  @parameterized.parameters(
     ("--config.num_steps=many", ("config.num_steps=many",)),
     ("extra", ("not understood: extra",)),
   )
@@ -170,6 +187,39 @@ class RunTest(parameterized.TestCase):
     self.assertIn(f"workdir = {self.workdir} already holds a run", stderr)
     self.assertNotIn("Traceback", stderr)
     self.assertEqual((self.workdir / "summary.json").read_text(), before)
+
+  def test_any_published_model(self):
+    model = self.workdir.parent / "model"
+    tiny_tokenizer.copy_model("qwen3-qknorm", model)
+    process = self._start(
+      "num_steps=1",
+      "learner.warmup_steps=0",
+      "model.compute_dtype=float32",
+      "rollout.dtype=float32",
+      "prompts.dataset=basic_arithmetic",
+      "prompts.num_items=300",
+      "prompts.max_tokens=64",
+      "rollout.max_response_tokens=32",
+      "rollout.prompts_per_batch=4",
+      # What an untrained model says is seldom right, or in part.
+      "warm_start.steps=60",
+      "replay.min_batch=1",
+      "learner.rows=8",
+      "learner.score_rows=8",
+      "learner.row_tokens=96",
+      "evaluate.num_prompts=6",
+      config=f"configs/finetune.py:{model}",
+    )
+    status, _, stderr = finish(process, STARTS_WITHIN_S)
+    self.assertEqual(status, 0, stderr)
+    config = json.loads((self.workdir / "config.json").read_text())
+    self.assertEqual(config["model"]["checkpoint"], str(model))
+    self.assertEqual(config["model"]["vocab_size"], 320)
+    names = {path.name for path in self.workdir.iterdir()}
+    self.assertContainsSubset(
+      {"tokenizer.json", "tokenizer_config.json", "generation_config.json"},
+      names,
+    )
 
   @parameterized.parameters(
     (signal.SIGINT, ("replay.max_staleness=0", "replay.num_snapshots=1")),

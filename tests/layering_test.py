@@ -18,7 +18,7 @@ LAYERS = (
   ("kernels", "objectives"),
   ("sharding", "models"),
   ("prompts", "rollout", "rewards", "replay", "learner"),
-  ("checkpoint", "metrics", "evaluate", "summary", "planner"),
+  ("checkpoint", "metrics", "evaluate", "summary", "planner", "parity"),
   ("loop",),
 )
 STAGES = LAYERS[3]

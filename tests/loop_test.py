@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -22,9 +24,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from configs import async_grpo, darl, decoupled_ppo, sync_grpo
 from darl_jax import checkpoint, config, loop, metrics
+from darl_jax.models import published
 from darl_jax.replay.ring import RingFailed, Starved
 from darl_jax.rewards.pool import VerifierStartError
 from darl_jax.rollout.engine import Engine
+from tests.fixtures import tiny_tokenizer
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 shrink = runpy.run_path(str(FIXTURES / "tiny_config.py"))["shrink"]
@@ -379,6 +383,168 @@ class ConfigsTest(parameterized.TestCase):
   def test_a_folder_that_cannot_be_made(self):
     with self.assertRaisesRegex(config.ConfigError, "no folder to write to"):
       loop.Run(make_config(sync_grpo), FIXTURES / "tiny_config.py")
+
+
+def config_from(model: pathlib.Path, **changes) -> config.RunConfig:
+  """Of a run that starts from a published model."""
+  shape = {
+    f"model__{name}": value
+    for name, value in published.read_config(model).items()
+  }
+  terms = dict(
+    min_terms=2,
+    max_terms=2,
+    max_digits=2,
+    operators=["+"],
+    allow_parentheses=False,
+  )
+  fields = dict(
+    prompts__dataset="basic_arithmetic",  # Of the shortest questions.
+    prompts__params=json.dumps(terms),
+    prompts__max_tokens=40,
+    learner__row_tokens=48,
+  )
+  return make_config(
+    sync_grpo,
+    model__checkpoint=str(model),
+    **shape | fields | dict(num_steps=1) | changes,
+  )
+
+
+@functools.cache
+def model_folder(name: str) -> pathlib.Path:
+  return tiny_tokenizer.copy_model(name, _folder / f"model-{name}")
+
+
+@functools.cache
+def tuned(name: str) -> Ended:
+  """A run from a published model."""
+  return execute(config_from(model_folder(name)))
+
+
+def published_params(ended: Ended, model: pathlib.Path) -> list[np.ndarray]:
+  """The model's, as the run's learner has its own."""
+  run = ended.run
+  params = published.load(
+    model, run.config.model, shardings=run.learner.param_shardings
+  )
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+class CheckpointTest(parameterized.TestCase):
+  """Runs that start from a published model."""
+
+  @parameterized.parameters("llama-tied", "qwen2-bias", "qwen3-moe")
+  def test_a_run(self, name):
+    ended = tuned(name)
+    self.assertIsNone(ended.error)
+    [row] = ended.steps
+    self.assertLess(row["parity/max"], 2e-5)
+    self.assertEqual(set(ended.summary["compiles"].values()), {1})
+    for before, after in zip(
+      published_params(ended, model_folder(name)),
+      params_of(ended),
+      strict=True,
+    ):
+      self.assertGreater(np.max(np.abs(before - after)), 0)
+
+  def test_without_steps_the_parameters_are_the_models(self):
+    model = model_folder("llama-tied")
+    ended = execute(config_from(model, num_steps=0, learner__warmup_steps=0))
+    for ours, theirs in zip(
+      params_of(ended), published_params(ended, model), strict=True
+    ):
+      np.testing.assert_array_equal(ours, theirs)
+
+  def test_the_warm_start_goes_on_from_there(self):
+    model = model_folder("llama-tied")
+    ended = execute(
+      config_from(
+        model,
+        num_steps=0,
+        learner__warmup_steps=0,
+        warm_start__steps=1,
+        warm_start__learning_rate=1e-4,
+      )
+    )
+    for ours, theirs in zip(
+      params_of(ended), published_params(ended, model), strict=True
+    ):
+      # Adam's first step is at most the learning rate.
+      self.assertBetween(np.max(np.abs(ours - theirs)), 1e-6, 1.1e-4)
+
+  def test_the_models_own_tokenizer_asks(self):
+    ended = tuned("llama-tied")
+    tokenizer = ended.run.prompts.tokenizer
+    self.assertEqual(tokenizer.stop_ids, (2,))
+    for prompt in ended.run.prompts.train:
+      self.assertEqual(prompt.tokens[0], 1)
+    text = (ended.run.workdir / "samples.jsonl").read_text()
+    asked = json.loads(text.splitlines()[0])
+    self.assertStartsWith(asked["prompt"], "<s><user>Calculate ")
+    self.assertEndsWith(asked["prompt"], ".<assistant>")
+    self.assertEqual(ended.run.config.prompts.tokenizer, "")
+
+  def test_another_tokenizer_and_a_system_message(self):
+    model = model_folder("llama-tied")
+    other = tiny_tokenizer.copy_model("qwen2-bias", _folder / "other")
+    about = json.loads((other / "tokenizer_config.json").read_text())
+    about["chat_template"] = "{{ messages[0].content }}!"
+    (other / "tokenizer_config.json").write_text(json.dumps(about))
+    for tokenizer, starts in (("", "<s><system>Add."), (str(other), "Add.!")):
+      run_config = config_from(
+        model, prompts__system="Add.", prompts__tokenizer=tokenizer
+      )
+      with mock.patch.object(loop, "VerifierPool"):
+        run = loop.Run(run_config, _folder / f"other{bool(tokenizer)}")
+      run.writer.close()
+      prompt = run.prompts.train[0].tokens
+      self.assertStartsWith(run.prompts.tokenizer.decode_prompt(prompt), starts)
+
+  def test_a_config_of_another_shape(self):
+    workdir = _folder / "refused"
+    with self.assertRaises(config.ConfigError) as caught:
+      loop.Run(
+        config_from(
+          model_folder("llama-tied"), model__rope_theta=5.0, model__num_layers=2
+        ),
+        workdir,
+      )
+    self.assertLen(caught.exception.problems, 2)
+    self.assertIn(
+      "model.num_layers = 2, but the model's is 3. Try model.num_layers=3.",
+      caught.exception.problems,
+    )
+    self.assertFalse(workdir.exists())
+
+  @pytest.mark.slow
+  def test_what_is_exported_can_be_trained_again(self):
+    ended = tuned("llama-tied")
+    out = _folder / "exported"
+    subprocess.run(
+      [
+        sys.executable,
+        "launch/export.py",
+        f"--workdir={ended.run.workdir}",
+        f"--out={out}",
+      ],
+      cwd=FIXTURES.parent.parent,
+      env=os.environ | {"PYTHONPATH": str(FIXTURES.parent.parent)},
+      check=True,
+      capture_output=True,
+    )
+    for ours, theirs in zip(
+      params_of(ended), published_params(ended, out), strict=True
+    ):
+      np.testing.assert_array_equal(ours, theirs)
+    again = execute(config_from(out, num_steps=0, learner__warmup_steps=0))
+    self.assertIsNone(again.error)
+    self.assertEqual(
+      [prompt.tokens.tolist() for prompt in again.run.prompts.heldout],
+      [prompt.tokens.tolist() for prompt in ended.run.prompts.heldout],
+    )
+    for ours, theirs in zip(params_of(again), params_of(ended), strict=True):
+      np.testing.assert_array_equal(ours, theirs)
 
 
 def assert_checkpoint_is_current(test, ended: Ended) -> None:

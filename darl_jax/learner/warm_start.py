@@ -59,6 +59,7 @@ def warm_start(
   optimizer = optax.adamw(config.learning_rate, weight_decay=0.0)
   tokens, mask = _rows(examples)
   sharding = rules.rows_sharding(mesh, rules.TRAIN_RULES)
+  partition = rules.partition(mesh, rules.TRAIN_RULES)
 
   def loss(params: Params, tokens: jax.Array, mask: jax.Array):
     """Mean of -log pi over answer tokens in nats, and the chance to answer
@@ -66,14 +67,16 @@ def warm_start(
     shape = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
     ones = jnp.ones(shape, jnp.int32)  # Padding is last, so it is never read.
-    hidden = policy.hidden(params, tokens, positions, ones)
+    hidden = policy.hidden(params, tokens, positions, ones, partition=partition)
+    # The last position predicts nothing and is given some target.
     logprobs, _ = logprob_ops.token_logprob(
-      hidden[:, :-1],
-      policy.unembedding(params).astype(hidden.dtype),
-      tokens[:, 1:],
+      hidden,
+      policy.unembedding(params),
+      jnp.roll(tokens, -1, axis=1),
       temperature=1.0,
+      partition=partition,
     )
-    answers = mask[:, 1:]
+    answers = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
     by_answer = numerics.masked_sum(logprobs, answers, axis=1)
     nats = -numerics.safe_divide(jnp.sum(by_answer), numerics.count(answers))
     return nats, jnp.mean(jnp.exp(by_answer))

@@ -16,7 +16,7 @@ from darl_jax.kernels.partition import Partition, per_shard
 # What a checkpoint policy may keep: the attended values of a layer.
 OUTPUT = "attention_output"
 # The width of a TPU's vector registers, which splash attention's tiles fill.
-_LANES = 128
+LANES = 128
 # Tile lengths, best first: the greatest that divides the row is taken.
 _SPLASH_BLOCKS = (1024, 512, 256, 128)
 # Queries whose scores are held at a time where there is no such kernel.
@@ -92,7 +92,7 @@ def attend_packed(
     [B, T, N, H] in the query's dtype, named ``OUTPUT`` to checkpoints.
   """
   length, head_dim = query.shape[1], query.shape[3]
-  tiled = length % _LANES == 0 and head_dim % _LANES == 0
+  tiled = length % LANES == 0 and head_dim % LANES == 0
   if tiled and partition is not None and partition.platform == "tpu":
     heads = PartitionSpec(partition.rows, None, partition.tensor, None)
     return per_shard(
@@ -248,9 +248,14 @@ def attend_ranges(
   )
   ends = np.cumsum([key.shape[2] for key, _, _ in ranges])[:-1]
   out = sum(
-    jnp.einsum("bmgts,bmsh->btmgh", part.astype(value.dtype), value)
+    jnp.einsum(
+      "bmgts,bmsh->btmgh",
+      part.astype(value.dtype),
+      value,
+      preferred_element_type=jnp.float32,
+    )
     for part, (_, value, _) in zip(
       jnp.split(weights, ends, axis=-1), ranges, strict=True
     )
   )
-  return out.reshape(query.shape)
+  return out.astype(query.dtype).reshape(query.shape)

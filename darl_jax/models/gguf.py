@@ -156,6 +156,11 @@ def load(
   return nnx.traversals.unflatten_mapping(flat)
 
 
+def check(path: str | os.PathLike, config: ModelConfig) -> None:
+  """Raises ConfigError of every tensor that ``config`` does not have so."""
+  _open(path).check_tensors(_layouts(config))
+
+
 def tokenizer_files(path: str | os.PathLike) -> dict[str, str]:
   """The file's tokenizer as the texts of a published checkpoint's files.
 

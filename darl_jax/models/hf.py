@@ -490,6 +490,14 @@ def load(
     )
 
 
+def check(folder: str | os.PathLike, config: ModelConfig) -> None:
+  """Raises ConfigError as ``load`` would, having read no more than headers."""
+  with _Checkpoint(pathlib.Path(folder)) as checkpoint:
+    checkpoint.check(
+      _layout(config), _shapes(config), tied=config.tie_embeddings
+    )
+
+
 def _shapes(config: ModelConfig) -> Params:
   policy = Policy(config, vocab_size=config.vocab_size)
   return jax.eval_shape(policy.init, jax.random.key(0))

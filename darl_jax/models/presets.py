@@ -1,8 +1,8 @@
 """Named shapes of the decoder, as the ``model`` part of a config.
 
 The published ones are from the ``config.json`` of each model on its hub page.
-They compute in bfloat16 and recompute all of a layer in the backward pass; a
-config may change what is not a shape.
+They compute in bfloat16, recompute all of a layer in the backward pass and
+start from fresh parameters; a config may change what is not a shape.
 """
 
 from typing import Any
@@ -42,6 +42,31 @@ def nano() -> dict[str, Any]:
     compute_dtype="float32",
     remat="none",
     vocab_size=0,
+    checkpoint="",
+  )
+
+
+def smollm2_135m() -> dict[str, Any]:
+  """SmolLM2-135M: 134.5 M parameters, tied embeddings."""
+  return dict(
+    num_layers=30,
+    embed_dim=576,
+    mlp_dim=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=100_000.0,
+    **UNSCALED,
+    context_tokens=8192,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    qkv_bias=False,
+    qk_norm=False,
+    **DENSE,
+    compute_dtype="bfloat16",
+    remat="layer",
+    vocab_size=49_152,
+    checkpoint="",
   )
 
 
@@ -120,6 +145,7 @@ def llama3_1_8b() -> dict[str, Any]:
     compute_dtype="bfloat16",
     remat="layer",
     vocab_size=128_256,
+    checkpoint="",
   )
 
 
@@ -138,5 +164,6 @@ def _qwen3(**shape: Any) -> dict[str, Any]:
     compute_dtype="bfloat16",
     remat="layer",
     vocab_size=151_936,
+    checkpoint="",
     **shape,
   )

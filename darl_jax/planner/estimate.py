@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from darl_jax.planner import chips
-from darl_jax.planner.hlo_cost import Collective, Cost
+from darl_jax.planner.hlo_cost import Collective, Cost, Kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,7 @@ def estimate(
   compute = cost.flops / chip.flops_per_s
   memory = cost.bytes / chip.hbm_bytes_per_s
   kernels = sum(
-    max(kernel.flops / chip.flops_per_s, kernel.bytes / chip.hbm_bytes_per_s)
-    for kernel in cost.kernels.values()
+    kernel_seconds(kernel, chip) for kernel in cost.kernels.values()
   )
   roofline = max(compute, memory)
   busy = roofline
@@ -91,6 +90,12 @@ def estimate(
     kernels=kernels,
     busy=busy,
   )
+
+
+def kernel_seconds(kernel: Kernel, chip: chips.Chip) -> float:
+  """Of all executions of a Pallas kernel, at its roofline."""
+  compute = kernel.flops / chip.flops_per_s
+  return max(compute, kernel.bytes / chip.hbm_bytes_per_s)
 
 
 def collective_seconds(

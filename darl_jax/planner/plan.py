@@ -1,7 +1,9 @@
 """What a run needs on a TPU slice: every program compiled, and the whole."""
 
+import concurrent.futures
 import dataclasses
 import math
+import multiprocessing
 from collections.abc import Callable, Mapping
 
 import jax
@@ -15,6 +17,9 @@ from darl_jax.planner.programs import Program
 from darl_jax.rollout.engine import Engine
 from darl_jax.sharding import meshes, rules
 
+# Programs compiled at a time, in processes: one keeps little more than a core
+# busy, and two in one process wait for each other.
+_AT_A_TIME = 2
 # Adam keeps two moments of each parameter.
 _MOMENTS = 2
 
@@ -31,11 +36,12 @@ class Whole:
     ring_bytes: Host memory of all snapshots and replay.trajectory_bytes.
     host_bytes: Memory of one host. One process holds the ring.
     hosts: Of the slice.
-    publish_seconds: Cast, to the host, and to the rollout mesh, with all chips'
-      links to their hosts busy at a time; None where the cast does not fit.
-    generation_seconds: Of the prompts that a learner step is worth, all
-      responses of the greatest length; None where a program does not fit.
-    step_seconds: Of a learner step and the scoring before it; None likewise.
+    publish_seconds: Cast, to the ring's host, and to the rollout mesh, over the
+      links of that host's chips; None where the cast does not fit.
+    generation_seconds: Of as many trajectories as a learner step trains on, all
+      of the greatest length; None where a program does not fit.
+    step_seconds: Of a learner step on them and of scoring them before it; None
+      likewise.
   """
 
   parameters: int
@@ -69,7 +75,7 @@ class Plan:
   Attributes:
     topology: Name of the slice.
     chip: Of its devices.
-    programs: In the order in which they were compiled.
+    programs: The learner's, then the sampler's.
     whole: Of the run.
     train_devices: Of the train mesh.
     rollout_devices: Of the rollout mesh.
@@ -101,13 +107,13 @@ def plan(
   vocab_size: int,
   progress: Callable[[str], None] = lambda name: None,
 ) -> Plan:
-  """Compiles every program of a run, one after the other.
+  """Compiles every program of a run, two at a time.
 
   Args:
     config: Of the run.
     topology_name: Such as ``v5p:4x4x4``.
     vocab_size: V, where the config leaves it to the tokenizer.
-    progress: Told the name of each program before it is compiled.
+    progress: Told the name of each program once it is compiled.
 
   Raises:
     ConfigError: There is no such slice, it has too few devices, or libtpu is
@@ -118,26 +124,20 @@ def plan(
   chip = chips.of_device(devices[0].device_kind)
   vocab_size = config.model.vocab_size or vocab_size
   policy = Policy(config.model, vocab_size=vocab_size)
-  work = _work(config, vocab_size)
-  compiled = []
-  for name, (lower, mesh_name, resident) in _lowerings(
-    config, policy, split
-  ).items():
-    progress(name)
-    tokens, model_flops = work[name]
-    compiled.append(
-      programs.compile_program(
-        lower,
-        name=name,
-        mesh_name=mesh_name,
-        mesh=getattr(split, mesh_name),
-        slice_shape=chips.slice_shape(topology_name),
-        resident=resident,
-        tokens=tokens,
-        model_flops=model_flops,
-      )
-    )
-  by_name = {program.name: program for program in compiled}
+  arguments = config, topology_name, vocab_size
+  names = list(_lowerings(config, policy, split))
+  # The learner step takes longer than all others together: it starts first.
+  order = sorted(names, key=lambda name: name != "train_step")
+  by_name = {}
+  with concurrent.futures.ProcessPoolExecutor(
+    _AT_A_TIME, mp_context=multiprocessing.get_context("spawn")
+  ) as pool:
+    pending = [pool.submit(_compile, *arguments, name) for name in order]
+    for done in concurrent.futures.as_completed(pending):
+      program = done.result()
+      by_name[program.name] = program
+      progress(program.name)
+  compiled = [by_name[name] for name in names]
   whole = _whole(config, policy, split, chip, by_name, len(devices))
   return Plan(
     topology=topology_name,
@@ -158,6 +158,26 @@ def plan(
         param_bytes=_param_bytes(config, policy, split),
       )
     ),
+  )
+
+
+def _compile(
+  config: RunConfig, topology_name: str, vocab_size: int, name: str
+) -> Program:
+  """One program, in a process of its own: libtpu compiles one at a time."""
+  split = meshes.split_devices(config.mesh, topology.devices(topology_name))
+  policy = Policy(config.model, vocab_size=vocab_size)
+  lower, mesh_name, resident = _lowerings(config, policy, split)[name]
+  tokens, model_flops = _work(config, vocab_size)[name]
+  return programs.compile_program(
+    lower,
+    name=name,
+    mesh_name=mesh_name,
+    mesh=getattr(split, mesh_name),
+    slice_shape=chips.slice_shape(topology_name),
+    resident=resident,
+    tokens=tokens,
+    model_flops=model_flops,
   )
 
 
@@ -204,7 +224,8 @@ def _lowerings(
   # The optimizer's moments stay while other programs of the learner run, and a
   # new snapshot arrives while the sampler still holds the one before.
   moments = _MOMENTS * param_bytes["train"]
-  beside = {"score": moments, "publish": moments}
+  # Parity scores under an older snapshot, whose parameters are beside these.
+  beside = {"score": moments + param_bytes["train"], "publish": moments}
   lowerings = {
     name: (lower, "train", beside.get(name, 0.0))
     for name, lower in learner.programs().items()
@@ -281,7 +302,6 @@ def _work(
   sampled = sequences * rollout.chunk_tokens
   by_token = 2 * (layers + output) + seen * (prompt + response / 2)
   return {
-    "init": (0.0, 0.0),
     "score": (scored, scored * forward),
     "train_step": (trained, 3 * trained * forward),
     "publish": (0.0, 0.0),
@@ -308,17 +328,19 @@ def _whole(
   cast = _seconds(by_name["publish"])
   publish = None
   if cast is not None:
-    to_host = snapshot / (split.train.size * chip.host_bytes_per_s)
-    # Every data slice of the rollout mesh gets all parameters.
-    copies = snapshot * config.mesh.rollout.data
-    to_mesh = copies / (split.rollout.size * chip.host_bytes_per_s)
-    publish = cast + to_host + to_mesh
+    # Every data slice of the rollout mesh gets all parameters. What is for
+    # chips of other hosts passes through this one's all the same.
+    copies = 1 + config.mesh.rollout.data
+    links = min(num_devices, chip.host_chips) * chip.host_bytes_per_s
+    publish = cast + copies * snapshot / links
   rollout = config.rollout
   prefill, decode = (_seconds(by_name[name]) for name in ("prefill", "decode"))
   generation = None
   if prefill is not None and decode is not None:
     chunks = -(-(rollout.max_response_tokens - 1) // rollout.chunk_tokens)
-    generation = prefill + chunks * decode
+    batch = rollout.prompts_per_batch * rollout.samples_per_prompt
+    batches = _trained_per_step(config) / batch
+    generation = batches * (prefill + chunks * decode)
   train, score = (_seconds(by_name[name]) for name in ("train_step", "score"))
   step = None
   if train is not None and score is not None:
@@ -337,15 +359,22 @@ def _whole(
   )
 
 
-def _score_passes(config: RunConfig) -> int:
-  """Dispatches that score the fresh trajectories of one learner step.
+def _trained_per_step(config: RunConfig) -> int:
+  """Trajectories of the greatest length that a learner step has room for."""
+  longest = config.prompts.max_tokens + config.rollout.max_response_tokens
+  learner = config.learner
+  room = learner.rows * (learner.row_tokens // longest)
+  return min(learner.batch_size, room)
 
-  The ring may hold more; those of earlier steps are scored again.
+
+def _score_passes(config: RunConfig) -> int:
+  """Dispatches that score what a learner step trains on.
+
+  The ring may hold more, and that is scored too.
   """
   longest = config.prompts.max_tokens + config.rollout.max_response_tokens
-  rollout, learner = config.rollout, config.learner
-  fresh = rollout.prompts_per_batch * rollout.samples_per_prompt
-  rows = -(-fresh // (learner.row_tokens // longest))
+  learner = config.learner
+  rows = -(-_trained_per_step(config) // (learner.row_tokens // longest))
   return -(-rows // learner.score_rows)
 
 

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from darl_jax.planner.estimate import kernel_seconds
 from darl_jax.planner.plan import Plan
 from darl_jax.planner.programs import Program
 
@@ -74,7 +75,9 @@ def _program_json(program: Program) -> dict[str, Any]:
         for entry in cost.collectives.values()
       ],
       "kernels": [
-        dataclasses.asdict(kernel) for kernel in cost.kernels.values()
+        dataclasses.asdict(kernel)
+        | {"seconds": kernel_seconds(kernel, program.chip)}
+        for kernel in cost.kernels.values()
       ],
       "unknown_loops": cost.unknown_loops,
     }
@@ -230,6 +233,12 @@ def _details(plan: Plan) -> Iterator[str]:
     ]
     if parts:
       yield f"{program.name}: " + "; ".join(parts)
+    kernels = [
+      f"{kernel.name} {_time(kernel_seconds(kernel, program.chip))}"
+      for kernel in program.cost.kernels.values()
+    ]
+    if kernels:
+      yield f"{program.name}: kernels {', '.join(kernels)}"
     unknown = [
       kernel.name
       for kernel in program.cost.kernels.values()
@@ -253,6 +262,11 @@ def _whole_lines(plan: Plan) -> Iterator[str]:
     f"trajectories, {_size(whole.ring_bytes)} of {_size(whole.host_bytes)} on "
     f"one of {whole.hosts} hosts.{verdict}"
   )
+  if whole.hosts > 1:
+    yield (
+      f"Chips of {whole.hosts} hosts. A run is one process so far, and drives "
+      "the chips of one host: this is what one that spans them will need."
+    )
   if whole.publish_seconds is not None:
     yield (
       f"Publishing: {_size(whole.snapshot_bytes)} in "
@@ -261,8 +275,9 @@ def _whole_lines(plan: Plan) -> Iterator[str]:
   if whole.bottleneck:
     have = plan.rollout_devices / plan.train_devices
     yield (
-      f"A learner step: {_time(whole.step_seconds)} with scoring; the samples "
-      f"it is worth: {_time(whole.generation_seconds)} at full length. "
+      "All of the greatest length, what a learner step trains on takes "
+      f"{_time(whole.step_seconds)} to score and train on, and "
+      f"{_time(whole.generation_seconds)} to generate. "
       f"Bottleneck: {whole.bottleneck}; balanced at {plan.balanced_ratio:.2f} "
       f"rollout devices for each train device (now {have:.2f})."
     )

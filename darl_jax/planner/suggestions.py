@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax.numpy as jnp
 
 from darl_jax.config import RunConfig
+from darl_jax.models import attention
 from darl_jax.planner import chips
 from darl_jax.planner.programs import Program
 
@@ -48,6 +49,16 @@ def suggest(
       continue
     for line in _by_program(config, chip, program, param_bytes):
       lines.append(f"{program.name}: {line}")
+  model, rows = config.model, config.learner.row_tokens
+  if rows > attention.LANES and (
+    rows % attention.LANES or model.head_dim % attention.LANES
+  ):
+    near = -(-rows // attention.LANES) * attention.LANES
+    lines.append(
+      f"learner.row_tokens={near} and heads of a multiple of "
+      f"{attention.LANES}: with {rows} and model.head_dim={model.head_dim} "
+      "attention takes no kernel but blocks of queries, at twice the FLOPs."
+    )
   kept = (config.replay.num_snapshots + 1) * snapshot_bytes
   if config.replay.snapshot_bytes < kept:
     held = int(config.replay.snapshot_bytes // snapshot_bytes)

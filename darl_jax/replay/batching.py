@@ -17,8 +17,6 @@ from darl_jax import types
 from darl_jax.objectives import behavior_weights
 from darl_jax.replay import ring, selection
 
-# A trajectory that is trained on has a prompt and a response.
-
 # The fields of the moments of the log-ratio, as the kernel names them.
 _MOMENTS = (
   "count",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from configs import darl
 from darl_jax import config as config_lib
 from darl_jax.config import ModelConfig
+from darl_jax.kernels.token_logprob import block_sizes
 from darl_jax.learner.step import Learner
 from darl_jax.models import presets
 from darl_jax.models.transformer import Policy
@@ -25,9 +27,14 @@ _DEFAULT = config_lib.parse(darl.get_config())
 
 
 @functools.cache
-def _policy():
+def _policy(compute_dtype="float32"):
   config = presets.nano() | dict(
-    num_layers=1, embed_dim=16, mlp_dim=32, num_heads=4, head_dim=8
+    num_layers=1,
+    embed_dim=16,
+    mlp_dim=32,
+    num_heads=4,
+    head_dim=8,
+    compute_dtype=compute_dtype,
   )
   return Policy(ModelConfig(**config), vocab_size=_VOCAB)
 
@@ -45,6 +52,7 @@ def _learner(
   microbatches=1,
   temperature=1.0,
   publish_dtype="float32",
+  compute_dtype="float32",
 ) -> Learner:
   """Shared by the tests: each of its programs compiles once."""
   config = dataclasses.replace(
@@ -60,7 +68,7 @@ def _learner(
     eps=1e-3,
   )
   return Learner(
-    _policy(),
+    _policy(compute_dtype),
     config,
     _DEFAULT.objective,
     mesh=_mesh(train),
@@ -479,6 +487,28 @@ class ShardedTest(parameterized.TestCase):
       self.assertEqual(
         leaf.addressable_shards[0].data.shape, (1, 8, 32 // train[2])
       )
+
+  @parameterized.parameters([(2, 2, 1)], [(2, 2, 2)])
+  def test_in_bfloat16_by_blocks_of_the_vocabulary(self, train):
+    """As large models run it: the logits are never whole."""
+    with mock.patch.object(block_sizes, "SMALL_LOGITS_BYTES", 0):
+      one = _learner.__wrapped__(compute_dtype="bfloat16")
+      many = _learner.__wrapped__(compute_dtype="bfloat16", train=train)
+      want, want_metrics = one.step(_state(one), _batch())
+      got, metrics = many.step(_state(many), _batch())
+    want_metrics, metrics = _values(want_metrics), _values(metrics)
+    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl"):
+      np.testing.assert_allclose(
+        metrics[name], want_metrics[name], rtol=2e-2, err_msg=name
+      )
+    # A step of Adam's is 1e-2 at most.
+    start = _host_params()
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), want.params, start)
+    self.assertGreater(max(jax.tree.leaves(moved)), 5e-3)
+    _assert_close(got.params, want.params, atol=1e-3)
+    # And it is the float32 step, but for rounding.
+    exact, _ = _learner().step(_state(_learner()), _batch())
+    _assert_close(got.params, exact.params, atol=2e-3)
 
 
 class SnapshotTest(parameterized.TestCase):

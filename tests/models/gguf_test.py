@@ -151,7 +151,9 @@ def vocabulary(pre: str = "smollm", **changes) -> dict:
 
 def config_of(path: str) -> ModelConfig:
   fields = gguf_lib.read_config(path)
-  return ModelConfig(**fields | dict(compute_dtype="float32", remat="none"))
+  return ModelConfig(
+    **fields, compute_dtype="float32", remat="none", checkpoint=""
+  )
 
 
 class FolderTest(parameterized.TestCase):
@@ -186,7 +188,7 @@ class ConfigTest(FolderTest):
       vocab_size=VOCAB,
     )
     self.assertEqual(fields | expected, fields)
-    ModelConfig(**fields, compute_dtype="float32", remat="none")
+    config_of(str(pathlib.Path(self.folder) / "model.gguf"))
 
   def test_explicit_head_size_and_untied(self):
     metadata = METADATA | {
@@ -416,7 +418,11 @@ class LoadTest(FolderTest):
   def test_a_config_that_is_not_the_files(self):
     path = write(self.folder)
     fields = gguf_lib.read_config(path) | dict(
-      rope_theta=1e4, vocab_size=0, compute_dtype="bfloat16", remat="layer"
+      rope_theta=1e4,
+      vocab_size=0,
+      compute_dtype="bfloat16",
+      remat="layer",
+      checkpoint="",
     )
     problems = self.problems(gguf_lib.load, path, ModelConfig(**fields))
     self.assertCountEqual(
@@ -540,7 +546,9 @@ class SmolLM2Test(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     fields = gguf_lib.read_config(SMOLLM2)
-    config = ModelConfig(**fields, compute_dtype="float32", remat="none")
+    config = ModelConfig(
+      **fields, compute_dtype="float32", remat="none", checkpoint=""
+    )
     cls.policy = Policy(config, vocab_size=config.vocab_size)
     cls.params = gguf_lib.load(SMOLLM2, config, round_to=jnp.bfloat16)
     cls.tokenizer = ChatTokenizer.load(SMOLLM2, system="")

@@ -46,7 +46,10 @@ def _published(name: str) -> dict:
 
 def _config(folder: pathlib.Path) -> ModelConfig:
   return ModelConfig(
-    **hf.read_config(folder), compute_dtype="float32", remat="none"
+    **hf.read_config(folder),
+    compute_dtype="float32",
+    remat="none",
+    checkpoint="",
   )
 
 

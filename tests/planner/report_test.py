@@ -31,7 +31,7 @@ FITS = Program(
     bytes=3e11,
     cycles=1e9,
     collectives={(1,): Collective("all-gather", "fsdp", (0, 1, 2, 3), 36, 5e9)},
-    kernels={"mystery": Kernel("mystery", "none", 1, 0, 10)},
+    kernels={"mystery": Kernel("mystery", "none", 1, 0, 819e9 / 8e3)},
     unknown_loops=["while.7"],
   ),
   estimate=Estimate("compiler", 1.27, 0.37, 0.5, 0.2, 1.5),
@@ -94,17 +94,25 @@ class TableTest(parameterized.TestCase):
       "250",
       "279 GiB",
       "(compiler; links last, not hidden)",
-      "2 s",
-      "500",  # Tokens a second, over both bounds' greater time.
-      "0.500",
       "all-gather over fsdp: 4.66 GiB in 36",
       "no FLOPs known of mystery",
+      "kernels mystery 125 us",
+      "Chips of 4 hosts",
       "trips unknown: while.7",
       "5 snapshots of 3.2 GiB",
       "one of 4 hosts",
       "try decode: rollout.prompts_per_batch=4",
     ):
       self.assertIn(part, text)
+    [row] = [
+      line
+      for line in text.splitlines()
+      if "500 ms" in line and "train_step" in line
+    ]
+    # Tokens a second and share of peak are over both bounds' greater time.
+    self.assertEqual(
+      row.split()[-5:], ["500", "ms", "2", "s", "500", "0.500"][-5:]
+    )
 
   def test_one_that_the_compiler_finds_no_room_for_is_a_row(self):
     text = printed(plan(FITS, FAILS))

@@ -16,6 +16,7 @@ V5E = chips.CHIPS["v5e"]  # 15.75 GiB.
 def config(**changes) -> config_lib.RunConfig:
   values = darl.get_config()
   values.learner.update(dict(rows=64, row_tokens=1024, score_rows=16))
+  values.model.head_dim = 128
   values.replay.snapshot_bytes = 100 * GIB
   values.mesh.rollout.data = 2
   with values.unlocked():
@@ -53,6 +54,17 @@ def suggest(run, *which, ring_bytes=GIB) -> list[str]:
 
 
 class SuggestionsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (dict(learner__row_tokens=1000), "learner.row_tokens=1024 and heads"),
+    (dict(model__head_dim=64), "model.head_dim=64 attention takes no kernel"),
+  )
+  def test_attention_without_its_kernel(self, changes, words):
+    small = program("train_step", memory=Memory(GIB, 0, 0, GIB, 0, 2 * GIB))
+    [line] = suggest(config(**changes), small)
+    self.assertIn(words, line)
+    # So short a row is no matter.
+    self.assertEmpty(suggest(config(learner__row_tokens=48), small))
+
   def _assert_one(self, lines, *parts):
     [line] = [line for line in lines if parts[0] in line]
     for part in parts:
