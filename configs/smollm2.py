@@ -35,25 +35,26 @@ def get_config() -> config_dict.ConfigDict:
       num_items=400,
       heldout_fraction=0.35,
       max_tokens=32,
-      system="Be brief.",
-      instruction="{question} The answer is",
+      system="Give the answer.",
     )
   )
   config.model.update(presets.smollm2_135m())
   config.model.update(
     dict(checkpoint=_MODEL, compute_dtype="float32", remat="none")
   )
-  config.warm_start.steps = 0
+  # A few answers teach it to say the number alone. Asked for that it explains,
+  # and hardly a sample would earn anything.
+  config.warm_start.update(
+    dict(steps=6, target_accuracy=1.0, batch_size=16, learning_rate=1e-5)
+  )
   config.rollout.update(
     dict(
       prompts_per_batch=8,
       samples_per_prompt=8,
-      max_response_tokens=12,
-      chunk_tokens=11,
+      max_response_tokens=7,
+      chunk_tokens=3,
     )
   )
-  # It explains at first, and what it says seldom is the number alone.
-  config.rewards.partial_credit = 1.0
   config.replay.update(
     dict(
       min_batch=16,
@@ -63,13 +64,13 @@ def get_config() -> config_dict.ConfigDict:
   )
   config.learner.update(
     dict(
-      learning_rate=3e-5,
+      learning_rate=2e-5,
       schedule="constant",
-      warmup_steps=3,
-      final_learning_rate=3e-5,
+      warmup_steps=2,
+      final_learning_rate=2e-5,
       batch_size=64,
       rows=8,
-      row_tokens=256,
+      row_tokens=264,  # Eight trajectories.
       score_rows=8,
     )
   )

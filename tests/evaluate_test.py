@@ -24,18 +24,19 @@ PROMPTS = tuple(
 
 
 def make_config(
-  *, num_prompts: int, data: int = 1, most: int = 64
+  *, num_prompts: int, data: int, most: int, temperature: float
 ) -> config.RunConfig:
   fields = get_config()
   fields.rollout.prompts_per_batch = -(-most // data) * data
   fields.mesh.rollout.data = data
   fields.evaluate.num_prompts = num_prompts
+  fields.evaluate.temperature = temperature
   return config.parse(fields)
 
 
 @functools.cache
 def answers(
-  *, num_prompts: int, data: int = 1, most: int = 64
+  *, num_prompts: int, data: int = 1, most: int = 64, temperature: float = 0.0
 ) -> evaluate.Evaluation:
   """An evaluation in which answer i scores i / 4, and every fifth fails."""
 
@@ -54,7 +55,9 @@ def answers(
       for group in groups
     ]
 
-  run_config = make_config(num_prompts=num_prompts, data=data, most=most)
+  run_config = make_config(
+    num_prompts=num_prompts, data=data, most=most, temperature=temperature
+  )
   policy = Policy(run_config.model, vocab_size=64)
   mesh = meshes.split_devices(run_config.mesh).rollout
   params = policy.init(jax.random.key(3))
@@ -119,6 +122,24 @@ class EvaluatorTest(parameterized.TestCase):
       np.testing.assert_array_equal(
         ours.trajectories[0].tokens, theirs.trajectories[0].tokens
       )
+
+  @parameterized.parameters(0.5, 2.0)
+  def test_answers_are_sampled_where_asked(self, temperature):
+    answered = [
+      answer
+      for group in answers(num_prompts=7, temperature=temperature).groups
+      for answer in group.trajectories
+    ]
+    logprobs = np.concatenate(
+      [answer.behavior_logprobs[answer.loss_mask] for answer in answered]
+    )
+    # Of the greedy answers all are above.
+    self.assertLess(np.min(logprobs), -np.log(64))
+    # Log-probs are of the tempered distribution.
+    entropy = np.concatenate(
+      [answer.behavior_entropy[answer.loss_mask] for answer in answered]
+    )
+    self.assertBetween(np.mean(-logprobs - entropy), -0.6, 0.6)
 
   def test_answers_are_greedy(self):
     # Of a model with 64 tokens and random weights no sample would repeat.

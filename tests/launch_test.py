@@ -192,21 +192,13 @@ class RunTest(parameterized.TestCase):
     model = self.workdir.parent / "model"
     tiny_tokenizer.copy_model("qwen3-qknorm", model)
     process = self._start(
-      "num_steps=1",
+      "num_steps=0",
       "learner.warmup_steps=0",
-      "model.compute_dtype=float32",
       "rollout.dtype=float32",
       "prompts.dataset=basic_arithmetic",
       "prompts.num_items=300",
       "prompts.max_tokens=64",
       "rollout.max_response_tokens=32",
-      "rollout.prompts_per_batch=4",
-      # What an untrained model says is seldom right, or in part.
-      "warm_start.steps=60",
-      "replay.min_batch=1",
-      "learner.rows=8",
-      "learner.score_rows=8",
-      "learner.row_tokens=96",
       "evaluate.num_prompts=6",
       config=f"configs/finetune.py:{model}",
     )

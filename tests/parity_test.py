@@ -94,6 +94,16 @@ class ExpectedTest(parameterized.TestCase):
     self.assertEqual([len(row) for row in expected.prompts], [12] * 4)
     self.assertEqual(expected.longest_response, 24)
 
+  def test_a_continuation_that_agrees_by_chance_is_no_prompt(self):
+    np.savez(
+      self.path,
+      tokens=[[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]],
+      greedy=[[1, 2, 3, 9], [1, 2, 5, 6], [1, 2, 9, 9]],
+      token_logprobs=np.zeros((3, 3)),
+    )
+    expected = parity.read_expected(self.path, vocab_size=10)
+    self.assertEqual([row.tolist() for row in expected.prompts], [[1, 2]] * 3)
+
   def test_row_by_row(self):
     expected = parity.read_expected(
       FIXTURES / "smollm2_expected.npz", vocab_size=49_152

@@ -248,14 +248,9 @@ def attend_ranges(
   )
   ends = np.cumsum([key.shape[2] for key, _, _ in ranges])[:-1]
   out = sum(
-    jnp.einsum(
-      "bmgts,bmsh->btmgh",
-      part.astype(value.dtype),
-      value,
-      preferred_element_type=jnp.float32,
-    )
+    jnp.einsum("bmgts,bmsh->btmgh", part.astype(value.dtype), value)
     for part, (_, value, _) in zip(
       jnp.split(weights, ends, axis=-1), ranges, strict=True
     )
   )
-  return out.astype(query.dtype).reshape(query.shape)
+  return out.reshape(query.shape)

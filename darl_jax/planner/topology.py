@@ -22,7 +22,10 @@ _ENVIRONMENT = {
   "TPU_WORKER_HOSTNAMES": "localhost",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_PATTERN = re.compile(rf"({'|'.join(chips.CHIPS)}):\d+x\d+(x\d+)?")
+# No axis of 0: libtpu divides by it, and takes the process with it.
+_PATTERN = re.compile(
+  rf"({'|'.join(chips.CHIPS)}):[1-9]\d*x[1-9]\d*(x[1-9]\d*)?"
+)
 
 
 def devices(topology: str) -> list[jax.Device]:
