@@ -74,5 +74,5 @@ def get_config() -> config_dict.ConfigDict:
       score_rows=8,
     )
   )
-  config.evaluate.update(dict(every=10, num_prompts=110, temperature=1.0))
+  config.evaluate.update(dict(every=5, num_prompts=110, temperature=1.0))
   return config

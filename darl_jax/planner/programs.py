@@ -55,9 +55,9 @@ class Program:
     model_flops: Of the model on these tokens, over all devices; nothing that
       is computed twice counts twice.
     compile_seconds: Lowering included.
-    memory: None where the compiler ran out of it.
+    memory: None where the compiler ran out of it, or refused the program.
     needed: Bytes on each device that the compiler asked for instead; None where
-      it did not say.
+      it did not say, or refused the program for another reason.
     failure: Why there is no program, or "".
     cost: Of one execution on one device.
     estimate: Of its seconds.
@@ -152,8 +152,7 @@ def compile_program(
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    if not str(error).startswith("RESOURCE_EXHAUSTED"):
-      raise
+    # Out of memory, mostly. Some slices also refuse a mesh of a part of them.
     return dataclasses.replace(
       program,
       compile_seconds=time.monotonic() - start,

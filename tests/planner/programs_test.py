@@ -145,19 +145,24 @@ class CompileTest(parameterized.TestCase):
     self.assertIsNone(program.total)
     self.assertIn("vmem", program.failure)
 
-  def test_other_failures_are_not_hidden(self):
-    def fail():
-      raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+  def test_what_the_compiler_refuses_for_another_reason_is_a_result(self):
+    def refuse():
+      raise jax.errors.JaxRuntimeError("INTERNAL: not on such a slice\nmore")
 
-    lowered = types.SimpleNamespace(compile=fail)
-    with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "broken"):
-      programs.compile_program(
-        lambda: lowered,
-        name="x",
-        mesh_name="train",
-        mesh=self.mesh,
-        slice_shape=(2, 2),
-        resident=0.0,
-        tokens=0.0,
-        model_flops=0.0,
-      )
+    program = programs.compile_program(
+      lambda: types.SimpleNamespace(compile=refuse),
+      name="x",
+      mesh_name="train",
+      mesh=self.mesh,
+      slice_shape=(2, 2),
+      resident=0.0,
+      tokens=1.0,
+      model_flops=1.0,
+    )
+    self.assertFalse(program.fits)
+    self.assertIsNone(program.total)
+    self.assertEqual(program.failure, "INTERNAL: not on such a slice")
+
+  def test_a_mistake_in_a_program_is_not_hidden(self):
+    with self.assertRaises(TypeError):
+      self._compile(lambda x: x + "y", (128, 128))
