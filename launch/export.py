@@ -12,6 +12,7 @@ import sys
 # Before jax is imported: weights only pass through.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import command_line
 import jax  # noqa: E402
 from absl import app, flags, logging  # noqa: E402
 
@@ -33,21 +34,12 @@ _TOKENIZER_FILES = (
 )
 
 
-def define_and_parse_flags(argv: list[str]) -> list[str]:
-  """Absl's flags, where whatever is wrong is one line and exit status 2."""
+def define_flags() -> None:
   flags.DEFINE_string("workdir", None, "Of the run.", required=True)
   flags.DEFINE_string("out", None, "A new folder.", required=True)
   flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of the weights."
   )
-  try:
-    rest = flags.FLAGS(argv)
-    if len(rest) > 1:
-      raise flags.Error(f"not understood: {' '.join(rest[1:])}")
-  except flags.Error as error:
-    print(f"ConfigError: {error} (in: {' '.join(argv[1:])})", file=sys.stderr)
-    sys.exit(2)
-  return rest
 
 
 def main(_) -> int:
@@ -151,4 +143,4 @@ def _read_params(
 
 if __name__ == "__main__":
   logging.set_verbosity(logging.ERROR)
-  app.run(main, flags_parser=define_and_parse_flags)
+  app.run(main, flags_parser=command_line.parser(define_flags))

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 
+import command_line
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -15,24 +16,11 @@ from darl_jax.prompts import dataset
 from darl_jax.sharding import meshes
 
 
-def define_and_parse_flags(argv: list[str]) -> list[str]:
-  """Absl's flags, where whatever is wrong is one line and exit status 2."""
-  try:
-    config_flags.DEFINE_config_file(
-      "config", "configs/darl.py", "The run; any field can be set by its name."
-    )
-    flags.DEFINE_string("workdir", None, "By default a new folder in runs/.")
-    rest = flags.FLAGS(argv)
-    if len(rest) > 1:
-      raise flags.Error(f"not understood: {' '.join(rest[1:])}")
-    list(flags.FLAGS.config)  # A file that did not load raises when it is read.
-  except Exception as error:  # A config file is a program: it may raise any.
-    said = error.args[-1] if error.args else type(error).__name__
-    if isinstance(error, (AttributeError, KeyError)):
-      said = f"no such field: {said}"
-    print(f"ConfigError: {said} (in: {' '.join(argv[1:])})", file=sys.stderr)
-    sys.exit(2)
-  return rest
+def define_flags() -> None:
+  config_flags.DEFINE_config_file(
+    "config", "configs/darl.py", "The run; any field can be set by its name."
+  )
+  flags.DEFINE_string("workdir", None, "By default a new folder in runs/.")
 
 
 def main(_) -> int:
@@ -70,4 +58,4 @@ def main(_) -> int:
 
 if __name__ == "__main__":
   logging.set_verbosity(logging.WARNING)
-  app.run(main, flags_parser=define_and_parse_flags)
+  app.run(main, flags_parser=command_line.parser(define_flags))

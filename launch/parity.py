@@ -19,6 +19,7 @@ import json
 import pathlib
 import sys
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +49,7 @@ class _Questions:
   pad_id: int
 
 
-def define_and_parse_flags(argv: list[str]) -> list[str]:
-  """Absl's flags, where whatever is wrong is one line and exit status 2."""
+def define_flags() -> None:
   flags.DEFINE_string("model", None, "Folder, hub id or .gguf.", required=True)
   flags.DEFINE_string("expected", None, "What another implementation computed.")
   flags.DEFINE_float("temperature", 1.0, "Of the sampled answers.", 1e-3)
@@ -59,14 +59,6 @@ def define_and_parse_flags(argv: list[str]) -> list[str]:
     "tolerance", parity.TOLERANCE, "Largest difference in float32, nats.", 0.0
   )
   flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.")
-  try:
-    rest = flags.FLAGS(argv)
-    if len(rest) > 1:
-      raise flags.Error(f"not understood: {' '.join(rest[1:])}")
-  except flags.Error as error:
-    print(f"ConfigError: {error} (in: {' '.join(argv[1:])})", file=sys.stderr)
-    sys.exit(2)
-  return rest
 
 
 def main(_) -> int:
@@ -239,4 +231,4 @@ def _print_table(
 
 if __name__ == "__main__":
   logging.set_verbosity(logging.ERROR)
-  app.run(main, flags_parser=define_and_parse_flags)
+  app.run(main, flags_parser=command_line.parser(define_flags))
