@@ -27,7 +27,7 @@ train: $(VENV)/.installed
 	  $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest -n 2 --dist=loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist=loadfile --max-worker-restart=0 $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(RUN) -m ruff check

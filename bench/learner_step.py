@@ -68,7 +68,7 @@ def measure(calls: int) -> dict[str, list[float]]:
     run = Run(config, pathlib.Path(folder) / "run")
     run.verifier.close()
     learner = run.learner
-    state = learner.init_state(learner.init_params(0))
+    state = learner.init_state(learner.init_trained(0))
     for call in range(calls + 3):
       start = time.perf_counter()
       state, metrics = learner.step(state, batch)

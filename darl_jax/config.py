@@ -9,6 +9,7 @@ out of range, and combinations that cannot work.
 import contextlib
 import dataclasses
 import difflib
+import fnmatch
 import json
 import math
 import typing
@@ -94,6 +95,12 @@ class ModelConfig:
     checkpoint: Where the parameters start: a published model's folder, its id
       on the hub, or a .gguf file, whose shape this must be; "" makes fresh
       ones.
+    lora_rank: Rank of the adapters (LoRA), which alone are trained and
+      published then; 0 trains everything, and then the next two mean nothing.
+    lora_alpha: What an adapter adds is scaled by lora_alpha / lora_rank.
+    lora_targets: Kernels that get an adapter: shell patterns, separated by
+      commas, of attention.query, key, value and output, feed_forward.gate, up
+      and down, and with experts feed_forward.router.
   """
 
   num_layers: int
@@ -120,6 +127,21 @@ class ModelConfig:
   remat: Literal["none", "attention", "layer"]
   vocab_size: int
   checkpoint: Text
+  lora_rank: int
+  lora_alpha: float
+  lora_targets: Text
+
+  @property
+  def lora_kernels(self) -> frozenset[str]:
+    """Names of the kernels that have adapters: "attention.query"."""
+    if not self.lora_rank:
+      return frozenset()
+    return frozenset().union(*_lora_targets(self).values())
+
+  @property
+  def lora_scale(self) -> float:
+    """Of what an adapter adds."""
+    return self.lora_alpha / self.lora_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -618,6 +640,8 @@ _RANGES = {
   "model.experts_per_token": _AT_LEAST_0,
   "model.expert_mlp_dim": _AT_LEAST_0,
   "model.vocab_size": _AT_LEAST_0,
+  "model.lora_rank": _AT_LEAST_0,
+  "model.lora_alpha": _POSITIVE,
   "warm_start.steps": _AT_LEAST_0,
   "warm_start.target_accuracy": _FRACTION,
   "warm_start.batch_size": _AT_LEAST_1,
@@ -858,6 +882,47 @@ def _check_experts(c: Any) -> list[str]:
   return problems
 
 
+def _linear_kernels(model: Any) -> list[str]:
+  """The names that ``lora_targets`` can match."""
+  feed_forward = ["gate", "up", "down"] + ["router"] * (model.num_experts > 0)
+  return [
+    *(f"attention.{name}" for name in ("query", "key", "value", "output")),
+    *(f"feed_forward.{name}" for name in feed_forward),
+  ]
+
+
+def _lora_targets(model: Any) -> dict[str, list[str]]:
+  """By pattern of ``lora_targets``, the kernels that it matches."""
+  patterns = (pattern.strip() for pattern in model.lora_targets.split(","))
+  return {
+    pattern: fnmatch.filter(_linear_kernels(model), pattern)
+    for pattern in patterns
+    if pattern
+  }
+
+
+def _check_lora(c: Any) -> list[str]:
+  if not c.model.lora_rank:
+    return []
+  problems = []
+  if not c.model.checkpoint:
+    problems.append(
+      f"model.lora_rank = {c.model.lora_rank} trains adapters of a frozen "
+      "model, and model.checkpoint = '' names none. Try model.lora_rank=0, or "
+      "a published model's folder as model.checkpoint."
+    )
+  targets = _lora_targets(c.model)
+  unmatched = [pattern for pattern, names in targets.items() if not names]
+  if unmatched or not targets:
+    said = f"{', '.join(unmatched)} matches" if unmatched else "it matches"
+    problems.append(
+      f"model.lora_targets = {_shown(c.model.lora_targets)}: {said} no kernel. "
+      f"There are {', '.join(_linear_kernels(c.model))}. Try "
+      "model.lora_targets='attention.*'."
+    )
+  return problems
+
+
 def _check_tensor_split(c: Any) -> list[str]:
   problems = []
   for mesh, tensor in (
@@ -942,6 +1007,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_rope_scaling,
   _check_context,
   _check_experts,
+  _check_lora,
   _check_tensor_split,
   _check_fsdp_split,
   _check_synchronous,

@@ -28,7 +28,7 @@ from darl_jax.config import ConfigError, PromptsConfig, RunConfig
 from darl_jax.evaluate import Evaluation, Evaluator
 from darl_jax.learner.step import Learner
 from darl_jax.learner.warm_start import warm_start
-from darl_jax.models import published
+from darl_jax.models import lora, published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.replay import batching, selection
@@ -131,12 +131,15 @@ class Run:
       reward_tolerance=config.objective.reward_tolerance,
       groups_per_version=config.rollout.prompts_per_batch,
     )
-    self._rollout_shardings = rules.param_shardings(
-      self.policy.logical_axes,
-      self.learner.param_shapes,
-      mesh=self.meshes.rollout,
-      rules=rules.ROLLOUT_RULES,
+    self._rollout_shardings, self._frozen_shardings = lora.split(
+      rules.param_shardings(
+        self.policy.logical_axes,
+        self.learner.param_shapes,
+        mesh=self.meshes.rollout,
+        rules=rules.ROLLOUT_RULES,
+      )
     )
+    self._rollout_frozen: Params = {}
     self._rollout_snapshot: PolicySnapshot | None = None
     engine_arguments = dict(
       mesh=self.meshes.rollout,
@@ -201,6 +204,11 @@ class Run:
         self.state = self.learner.init_state(
           self._warm_start(self._initial_params())
         )
+        self._rollout_frozen = transfer.share(
+          self.learner.frozen,
+          shardings=self._frozen_shardings,
+          dtype=jnp.dtype(self.config.rollout.dtype),
+        )
         self._publish(version=0)
         self._evaluate(0)
         self.train()
@@ -216,8 +224,9 @@ class Run:
     """Says what is about to run."""
     config = self.config
     learner, prompts = config.learner, self.prompts
-    params = sum(
-      leaf.size for leaf in jax.tree.leaves(self.learner.param_shapes)
+    trained, frozen = (
+      sum(leaf.size for leaf in jax.tree.leaves(part))
+      for part in lora.split(self.learner.param_shapes)
     )
     train, rollout = self.meshes.train.shape, self.meshes.rollout.shape
     updates = config.num_steps * learner.minibatches
@@ -225,7 +234,9 @@ class Run:
       f"{config.prompts.dataset}: {len(prompts.train):,} prompts to train on, "
       f"{len(prompts.heldout):,} held out; {prompts.num_duplicates:,} "
       f"duplicates merged, {prompts.num_too_long:,} too long; vocabulary "
-      f"{prompts.tokenizer.vocab_size}, {params:,} parameters",
+      f"{prompts.tokenizer.vocab_size}, {trained + frozen:,} parameters"
+      + f", of which {trained:,} are trained"
+      * bool(frozen),
       f"train mesh {dict(train)}, rollout mesh {dict(rollout)}"
       + (", on one shared device" if self.meshes.shared else "")
       + (f"; {self.meshes.unused} devices unused" * bool(self.meshes.unused)),
@@ -278,14 +289,16 @@ class Run:
   # ------------------------------------------------------------------- stages
 
   def _initial_params(self) -> Params:
-    """The checkpoint's parameters, or fresh ones."""
+    """The checkpoint's parameters, or fresh ones; adapters are always fresh."""
     if self.checkpoint is None:
-      return self.learner.init_params(self.config.seed)
-    return published.load(
-      self.checkpoint,
-      self.config.model,
-      shardings=self.learner.param_shardings,
+      return self.learner.init_trained(self.config.seed)
+    trained, frozen = lora.split(self.learner.param_shardings)
+    loaded = published.load(
+      self.checkpoint, self.config.model, shardings=frozen or trained
     )
+    if not frozen:
+      return loaded
+    return lora.join(self.learner.init_trained(self.config.seed), loaded)
 
   def _warm_start(self, params: Params) -> Params:
     """``params``, which it takes over, after the supervised stage."""
@@ -321,11 +334,14 @@ class Run:
     )
 
   def _newest_on_rollout_mesh(self) -> PolicySnapshot:
-    """The ring's newest snapshot, moved when it is a new one."""
+    """All parameters of the ring's newest snapshot, moved when it is new."""
     newest = self.ring.latest()
     held = self._rollout_snapshot
     if held is None or held.version != newest.version:
-      held = self._rollout_snapshot = self._on_rollout_mesh(newest)
+      moved = self._on_rollout_mesh(newest)
+      held = self._rollout_snapshot = PolicySnapshot(
+        moved.version, lora.join(moved.params, self._rollout_frozen)
+      )
     return held
 
   def _on_rollout_mesh(self, snapshot: PolicySnapshot) -> PolicySnapshot:
@@ -483,7 +499,7 @@ class Run:
       batch = self._plan([pool.entries[i] for i in newest]).batches[0]
       params = transfer.to_mesh(
         snapshot,
-        shardings=self.learner.param_shardings,
+        shardings=self.learner.trained_shardings,
         dtype=jnp.dtype(jnp.float32),
       ).params
       logprobs = np.asarray(self.learner.score(params, batch)[0])

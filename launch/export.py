@@ -4,6 +4,7 @@ Writes the policy of a run's newest checkpoint as a folder that transformers and
 inference servers load. Needs no accelerator.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,11 +16,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import command_line
 import jax  # noqa: E402
 from absl import app, flags, logging  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from darl_jax import checkpoint  # noqa: E402
 from darl_jax import config as config_lib  # noqa: E402
 from darl_jax.config import ConfigError, RunConfig  # noqa: E402
-from darl_jax.models import hf  # noqa: E402
+from darl_jax.models import hf, lora, published  # noqa: E402
 from darl_jax.models.transformer import Policy  # noqa: E402
 from darl_jax.prompts.tokenizer import Tokenizer  # noqa: E402
 from darl_jax.types import Params  # noqa: E402
@@ -60,9 +62,11 @@ def main(_) -> int:
         place=f"--workdir={workdir}",
       )
     params = _read_params(path, config, workdir)
+    if config.model.lora_rank:
+      params = _merge(params, config)
     hf.save(
       params,
-      config.model,
+      dataclasses.replace(config.model, lora_rank=0),
       out,
       generation=generation,
       tokenizer_files=tokenizer_files,
@@ -121,16 +125,11 @@ def _tokenizer(workdir: pathlib.Path) -> tuple[dict[str, str], dict]:
 def _read_params(
   path: pathlib.Path, config: RunConfig, workdir: pathlib.Path
 ) -> Params:
-  """The checkpoint's parameters, on the host."""
+  """The checkpoint's parameters, on the host: those that were trained."""
   vocab_size = config.model.vocab_size
   if not vocab_size:
     vocab_size = Tokenizer.load(workdir / "tokenizer.json").vocab_size
-  policy = Policy(config.model, vocab_size=vocab_size)
-  host = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  like = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
-    jax.eval_shape(policy.init, jax.random.key(0)),
-  )
+  like, _ = _host_parameters(config, vocab_size)
   try:
     return checkpoint.restore_params(path, like)
   except ValueError as error:
@@ -139,6 +138,31 @@ def _read_params(
       [f"{path.name} is not of this config: {said}"],
       place=f"--workdir={workdir}",
     ) from error
+
+
+def _merge(trained: Params, config: RunConfig) -> Params:
+  """Adapters merged into the model that the run began with."""
+  model = config.model
+  path = published.locate(model.checkpoint)
+  published.check(path, model)
+  _, frozen = _host_parameters(config, model.vocab_size)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+  base = published.load(path, model, shardings=shardings)
+  return lora.merge(lora.join(trained, base), model)
+
+
+def _host_parameters(
+  config: RunConfig, vocab_size: int
+) -> tuple[Params, Params]:
+  """Shapes with their place in the host's memory, as ``lora.split``."""
+  policy = Policy(config.model, vocab_size=vocab_size)
+  host = NamedSharding(Mesh(jax.devices()[:1], ("host",)), PartitionSpec())
+  return lora.split(
+    jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
+      jax.eval_shape(policy.init, jax.random.key(0)),
+    )
+  )
 
 
 if __name__ == "__main__":

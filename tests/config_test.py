@@ -352,6 +352,25 @@ COMBINATIONS = (
     "model.rope_low_frequency_factor",
     1,
   ),
+  (dict(model__lora_rank=2), "model.lora_rank", 0),
+  (
+    dict(
+      model__lora_rank=2,
+      model__checkpoint="some/folder",
+      model__lora_targets="attention.*, mlp.*",
+    ),
+    "model.lora_targets",
+    "attention.*",
+  ),
+  (
+    dict(
+      model__lora_rank=2,
+      model__checkpoint="some/folder",
+      model__lora_targets=" ,",
+    ),
+    "model.lora_targets",
+    "attention.*",
+  ),
   (dict(model__context_tokens=17), "rollout.max_response_tokens", 5),
   (dict(model__context_tokens=12), "model.context_tokens", 18),
   (

@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = " ".join(
   (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    # Virtual devices that wait for one of them: a busy machine is no deadlock.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     os.environ.get("XLA_FLAGS", ""),
   )
 ).strip()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from darl_jax import checkpoint, config
 from darl_jax.config import ModelConfig
 from darl_jax.learner import state as learner_state
-from darl_jax.models import hf
+from darl_jax.models import hf, presets
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.tokenizer import Tokenizer
 from darl_jax.sharding import meshes, rules
@@ -95,7 +95,7 @@ class ExportTest(parameterized.TestCase):
   def _load(self):
     values = hf.read_config(self.out)
     model = ModelConfig(
-      **values, compute_dtype="float32", remat="none", checkpoint=""
+      **values, compute_dtype="float32", remat="none", **presets.FRESH
     )
     policy = Policy(model, vocab_size=model.vocab_size)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), meshes.TRAIN_AXES)

@@ -24,7 +24,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from configs import async_grpo, darl, decoupled_ppo, sync_grpo
 from darl_jax import checkpoint, config, loop, metrics
-from darl_jax.models import published
+from darl_jax.models import lora, published
+from darl_jax.models.transformer import Policy
 from darl_jax.replay.ring import RingFailed, Starved
 from darl_jax.rewards.pool import VerifierStartError
 from darl_jax.rollout.engine import Engine
@@ -195,7 +196,7 @@ class ResultTest(parameterized.TestCase):
 
   def test_the_parameters_change(self):
     ended = synchronous()
-    fresh = ended.run.learner.init_params(ended.run.config.seed)
+    fresh = ended.run.learner.init_trained(ended.run.config.seed)
     for before, after in zip(
       jax.tree.leaves(fresh), params_of(ended), strict=True
     ):
@@ -431,6 +432,22 @@ def published_params(ended: Ended, model: pathlib.Path) -> list[np.ndarray]:
   return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
 
+def export(run: loop.Run, out: pathlib.Path) -> None:
+  """Writes the run's newest checkpoint as a published model."""
+  subprocess.run(
+    [
+      sys.executable,
+      "launch/export.py",
+      f"--workdir={run.workdir}",
+      f"--out={out}",
+    ],
+    cwd=FIXTURES.parent.parent,
+    env=os.environ | {"PYTHONPATH": str(FIXTURES.parent.parent)},
+    check=True,
+    capture_output=True,
+  )
+
+
 class CheckpointTest(parameterized.TestCase):
   """Runs that start from a published model."""
 
@@ -521,18 +538,7 @@ class CheckpointTest(parameterized.TestCase):
   def test_what_is_exported_can_be_trained_again(self):
     ended = tuned("llama-tied")
     out = _folder / "exported"
-    subprocess.run(
-      [
-        sys.executable,
-        "launch/export.py",
-        f"--workdir={ended.run.workdir}",
-        f"--out={out}",
-      ],
-      cwd=FIXTURES.parent.parent,
-      env=os.environ | {"PYTHONPATH": str(FIXTURES.parent.parent)},
-      check=True,
-      capture_output=True,
-    )
+    export(ended.run, out)
     for ours, theirs in zip(
       params_of(ended), published_params(ended, out), strict=True
     ):
@@ -545,6 +551,102 @@ class CheckpointTest(parameterized.TestCase):
     )
     for ours, theirs in zip(params_of(again), params_of(ended), strict=True):
       np.testing.assert_array_equal(ours, theirs)
+
+
+@functools.cache
+def adapted() -> Ended:
+  """A run that trains adapters of a published model."""
+  return execute(
+    config_from(
+      model_folder("llama-tied"),
+      num_steps=2,
+      model__lora_rank=2,
+      model__lora_targets="attention.*",
+      learner__learning_rate=1e-2,
+      learner__final_learning_rate=1e-2,
+      warm_start__steps=1,
+    )
+  )
+
+
+def by_name(params) -> dict[str, np.ndarray]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+    for path, leaf in jax.tree.leaves_with_path(params)
+  }
+
+
+class AdapterTest(parameterized.TestCase):
+  """Runs that train adapters alone."""
+
+  def test_a_run(self):
+    ended = adapted()
+    self.assertIsNone(ended.error)
+    self.assertEqual(set(ended.summary["compiles"].values()), {1})
+    for row in ended.steps:
+      self.assertLess(row["parity/max"], 2e-5)
+
+  def test_all_else_is_the_models(self):
+    ended = adapted()
+    run = ended.run
+    _, shardings = lora.split(run.learner.param_shardings)
+    model = by_name(
+      published.load(
+        model_folder("llama-tied"), run.config.model, shardings=shardings
+      )
+    )
+    sampler = by_name(run._newest_on_rollout_mesh().params)
+    learner = by_name(run.learner.frozen)
+    self.assertEqual(learner.keys(), model.keys())
+    for name, leaf in model.items():
+      np.testing.assert_array_equal(learner[name], leaf, name)
+      np.testing.assert_array_equal(sampler[name], leaf, name)
+
+  def test_adapters_are_trained_saved_and_sampled_with(self):
+    ended = adapted()
+    run = ended.run
+    trained = by_name(run.state.params)
+    self.assertLen(trained, 8)
+    fresh = by_name(run.learner.init_trained(run.config.seed))
+    sampler = by_name(run._newest_on_rollout_mesh().params)
+    for name, leaf in trained.items():
+      self.assertIn(".adapters.", name)
+      self.assertGreater(np.abs(leaf - fresh[name]).max(), 1e-4, name)
+      np.testing.assert_array_equal(sampler[name], leaf, name)
+    assert_checkpoint_is_current(self, ended)
+
+  def test_little_is_published(self):
+    run = adapted().run
+    published_bytes = sum(
+      leaf.nbytes for leaf in jax.tree.leaves(run.ring.latest().params)
+    )
+    all_bytes = sum(
+      leaf.size * leaf.dtype.itemsize
+      for leaf in jax.tree.leaves(run.learner.param_shapes)
+    )
+    self.assertBetween(published_bytes / all_bytes, 0.01, 0.05)
+
+  @pytest.mark.slow
+  def test_merged_on_export(self):
+    run = adapted().run
+    out = _folder / "merged"
+    export(run, out)
+    model = dataclasses.replace(run.config.model, lora_rank=0)
+    published.check(out, model)
+    exported = Policy(model, vocab_size=model.vocab_size)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(model.vocab_size, size=(2, 20), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(20), tokens.shape)
+    segments = np.ones_like(tokens)
+    merged = published.load(
+      out, model, shardings=lora.split(run.learner.param_shardings)[1]
+    )
+    got = exported.hidden(merged, tokens, positions, segments)
+    unmerged = lora.join(run.state.params, run.learner.frozen)
+    want = run.policy.hidden(unmerged, tokens, positions, segments)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    without = exported.hidden(run.learner.frozen, tokens, positions, segments)
+    self.assertGreater(np.abs(without - want).max(), 1e-3)
 
 
 def assert_checkpoint_is_current(test, ended: Ended) -> None:

@@ -1,6 +1,7 @@
 """The jitted programs of the learner: scoring pass and train step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from darl_jax.kernels.log_ratio_moments import ops as moments_ops
 from darl_jax.kernels.multi_behavior_loss import ops as loss_ops
 from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.learner import state as learner_state
+from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
 from darl_jax.sharding import rules, transfer
 from darl_jax.types import (
@@ -29,7 +31,16 @@ from darl_jax.types import (
 class Learner:
   """What the train mesh runs; each program compiles once.
 
-  ``step`` donates the state that it is given: copy what must outlive it.
+  ``step`` donates the state that it is given: copy what must outlive it. With
+  adapters (``model.lora_rank``) a state holds them alone, and the learner the
+  frozen parameters.
+
+  Attributes:
+    schedule: Learning rate by optimizer step.
+    param_shapes: Of all parameters.
+    param_shardings: Of all parameters.
+    trained_shardings: Of those that are trained and published.
+    frozen: The others, once there is a state; empty without adapters.
   """
 
   def __init__(
@@ -68,25 +79,30 @@ class Learner:
       mesh=mesh,
       rules=rules.TRAIN_RULES,
     )
+    self.frozen: Params = {}
+    self.trained_shardings, _ = lora.split(self.param_shardings)
     replicated = rules.replicated(mesh)
     self._state_shardings = TrainState(
       step=replicated,
-      params=self.param_shardings,
+      params=self.trained_shardings,
       opt_state=learner_state.opt_state_shardings(
         self._optimizer,
-        self.param_shapes,
-        self.param_shardings,
+        lora.split(self.param_shapes)[0],
+        self.trained_shardings,
         replicated=replicated,
       ),
     )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
     self._partition = rules.partition(mesh, rules.TRAIN_RULES)
-    self._init = jax.jit(policy.init, out_shardings=self.param_shardings)
+    self._init = jax.jit(
+      lambda key: lora.split(policy.init(key))[0],
+      out_shardings=self.trained_shardings,
+    )
     self._cast = jax.jit(
       lambda params: jax.tree.map(
         lambda leaf: leaf.astype(publish_dtype), params
       ),
-      out_shardings=self.param_shardings,
+      out_shardings=self.trained_shardings,
     )
     self._score = jax.jit(self._score_rows, out_shardings=self._rows)
     self._train = jax.jit(
@@ -102,19 +118,25 @@ class Learner:
       "train_step": self._train._cache_size(),
     }
 
-  def init_params(self, seed: int) -> Params:
-    """Fresh parameters, made in their shards."""
+  def init_trained(self, seed: int) -> Params:
+    """Fresh parameters of those that are trained, made in their shards."""
     return self._init(jax.random.key(seed))
 
   def init_state(self, params: Params) -> TrainState:
-    """A state at step 0, which takes ``params`` over."""
+    """A state at step 0, which takes all ``params`` over."""
+    trained, frozen = lora.split(params)
+    self.frozen = self._compact(frozen)
     # Scalars of the optimizer come out of eager code on one device.
     return jax.device_put(
-      learner_state.init(params, self._optimizer), self._state_shardings
+      learner_state.init(trained, self._optimizer), self._state_shardings
     )
 
+  def _compact(self, frozen: Params) -> Params:
+    dtype = jnp.dtype(self._policy.config.compute_dtype)
+    return lora.compact(frozen, dtype=dtype)
+
   def snapshot(self, params: Params, *, version: int) -> PolicySnapshot:
-    """The parameters on the host, as the sampler will have them.
+    """The trained parameters on the host, as the sampler will have them.
 
     They are cast on the mesh, so that half the bytes cross to the host where
     the sampler computes in bfloat16.
@@ -127,7 +149,11 @@ class Learner:
     Returns:
       By name, a function that traces it for the shapes of the config.
     """
-    params = _abstract(self.param_shapes, self.param_shardings)
+    trained, frozen = lora.split(self.param_shapes)
+    _, frozen_shardings = lora.split(self.param_shardings)
+    params = _abstract(trained, self.trained_shardings)
+    compacted = jax.eval_shape(self._compact, frozen)
+    frozen = _abstract(compacted, frozen_shardings)
     state = _abstract(
       jax.eval_shape(
         lambda params: learner_state.init(params, self._optimizer), params
@@ -148,10 +174,12 @@ class Learner:
     scored = ScoreBatch.abstract((config.score_rows, config.row_tokens))
     return {
       "score": lambda: self._score.lower(
-        params, _abstract(scored, jax.tree.map(lambda _: self._rows, scored))
+        params,
+        frozen,
+        _abstract(scored, jax.tree.map(lambda _: self._rows, scored)),
       ),
       "train_step": lambda: self._train.lower(
-        state, _abstract(batch, self._batch_shardings(batch))
+        state, frozen, _abstract(batch, self._batch_shardings(batch))
       ),
       "publish": lambda: self._cast.lower(params),
     }
@@ -162,14 +190,14 @@ class Learner:
     """Log-probs of the pool under ``params``, without gradient (method 2.1).
 
     Args:
-      params: On the train mesh.
+      params: The trained ones, on the train mesh.
       batch: numpy or device arrays [B, T].
 
     Returns:
       Log-probs float32 [B, T], and moments [B, ``types.row_segments``].
       Returned before the device has finished.
     """
-    return self._score(params, jax.device_put(batch, self._rows))
+    return self._score(params, self.frozen, jax.device_put(batch, self._rows))
 
   def step(
     self, state: TrainState, batch: Batch
@@ -182,7 +210,7 @@ class Learner:
       the parameters as they were and counts as skipped.
     """
     shardings = self._batch_shardings(batch)
-    return self._train(state, jax.device_put(batch, shardings))
+    return self._train(state, self.frozen, jax.device_put(batch, shardings))
 
   def _batch_shardings(self, batch: Batch) -> Batch:
     rows = rules.rows_sharding(self._mesh, rules.TRAIN_RULES, leading=2)
@@ -192,9 +220,10 @@ class Learner:
     )
 
   def _logprobs(
-    self, params: Params, batch: Batch | ScoreBatch
+    self, trained: Params, frozen: Params, batch: Batch | ScoreBatch
   ) -> tuple[jax.Array, jax.Array]:
     """Log-prob and entropy [B, T] of each token given what precedes it."""
+    params = lora.join(trained, frozen)
     hidden = self._policy.hidden(
       params,
       batch.tokens,
@@ -216,8 +245,8 @@ class Learner:
       lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0))), predicted
     )
 
-  def _score_rows(self, params: Params, batch: ScoreBatch):
-    logprobs, _ = self._logprobs(params, batch)
+  def _score_rows(self, params: Params, frozen: Params, batch: ScoreBatch):
+    logprobs, _ = self._logprobs(params, frozen, batch)
     moments = moments_ops.log_ratio_moments(
       logprobs,
       batch.behavior_logprobs,
@@ -230,10 +259,10 @@ class Learner:
     )
     return logprobs, moments
 
-  def _loss(self, params: Params, batch: Batch):
+  def _loss(self, params: Params, frozen: Params, batch: Batch):
     """M times the weighted sum of method 2.3 over one microbatch."""
     objective = self._objective
-    logprobs, entropy = self._logprobs(params, batch)
+    logprobs, entropy = self._logprobs(params, frozen, batch)
     loss, sums = loss_ops.multi_behavior_loss(
       logprobs,
       batch.behavior_logprobs,
@@ -253,21 +282,23 @@ class Learner:
     entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
     return self._config.minibatches * loss, (sums, entropy_sum)
 
-  def _minibatch(self, carry: tuple[Params, optax.OptState], batch: Batch):
+  def _minibatch(
+    self, frozen: Params, carry: tuple[Params, optax.OptState], batch: Batch
+  ):
     """One optimizer step, its gradient summed over microbatches."""
     params, opt_state = carry
 
     def accumulate(grads, microbatch):
       (loss, sums), new = jax.value_and_grad(self._loss, has_aux=True)(
-        params, microbatch
+        params, frozen, microbatch
       )
       # Cut as the parameters are, at once: each device then receives the sum
       # of its own part, and no device ever holds a whole gradient.
-      new = jax.lax.with_sharding_constraint(new, self.param_shardings)
+      new = jax.lax.with_sharding_constraint(new, self.trained_shardings)
       return jax.tree.map(jnp.add, grads, new), (loss, sums)
 
     zeros = jax.lax.with_sharding_constraint(
-      jax.tree.map(jnp.zeros_like, params), self.param_shardings
+      jax.tree.map(jnp.zeros_like, params), self.trained_shardings
     )
     grads, (losses, sums) = jax.lax.scan(accumulate, zeros, batch)
     loss = jnp.sum(losses)
@@ -287,7 +318,7 @@ class Learner:
     )
     return carry, (loss, norm, usable, entropy, sums)
 
-  def _train_step(self, state: TrainState, batch: Batch):
+  def _train_step(self, state: TrainState, frozen: Params, batch: Batch):
     microbatches = batch.tokens.shape[:2]
 
     def spread(table: jax.Array) -> jax.Array:
@@ -301,7 +332,9 @@ class Learner:
       versions=spread(batch.versions),
     )
     (params, opt_state), outputs = jax.lax.scan(
-      self._minibatch, (state.params, state.opt_state), scanned
+      functools.partial(self._minibatch, frozen),
+      (state.params, state.opt_state),
+      scanned,
     )
     state = TrainState(state.step + 1, params, opt_state)
     return state, _metrics(*outputs)

@@ -12,6 +12,7 @@ from darl_jax import numerics
 from darl_jax.config import WarmStartConfig
 from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.learner import state as learner_state
+from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
 from darl_jax.sharding import rules
 from darl_jax.types import Params
@@ -37,7 +38,7 @@ def warm_start(
 
   Args:
     policy: The model.
-    params: On the train mesh; taken over.
+    params: All, on the train mesh; taken over.
     examples: What batches are drawn from, with replacement.
     config: Most steps, when to stop before them, batch size, learning rate.
     mesh: The train mesh.
@@ -45,7 +46,7 @@ def warm_start(
     advance: Called after each step, with its metrics.
 
   Returns:
-    The trained parameters.
+    All parameters; with adapters, they alone have changed.
 
   Raises:
     ValueError: There are steps to do but no examples.
@@ -61,9 +62,12 @@ def warm_start(
   sharding = rules.rows_sharding(mesh, rules.TRAIN_RULES)
   partition = rules.partition(mesh, rules.TRAIN_RULES)
 
-  def loss(params: Params, tokens: jax.Array, mask: jax.Array):
+  trained, frozen = lora.split(params)
+
+  def loss(trained: Params, frozen: Params, tokens: jax.Array, mask: jax.Array):
     """Mean of -log pi over answer tokens in nats, and the chance to answer
     as the reference does when sampling at temperature 1."""
+    params = lora.join(trained, frozen)
     shape = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
     ones = jnp.ones(shape, jnp.int32)  # Padding is last, so it is never read.
@@ -81,18 +85,18 @@ def warm_start(
     nats = -numerics.safe_divide(jnp.sum(by_answer), numerics.count(answers))
     return nats, jnp.mean(jnp.exp(by_answer))
 
-  def step(carry, tokens: jax.Array, mask: jax.Array):
-    params, opt_state = carry
+  def step(carry, frozen: Params, tokens: jax.Array, mask: jax.Array):
+    trained, opt_state = carry
     (nats, accuracy), grads = jax.value_and_grad(loss, has_aux=True)(
-      params, tokens, mask
+      trained, frozen, tokens, mask
     )
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), nats, accuracy
+    updates, opt_state = optimizer.update(grads, opt_state, trained)
+    return (optax.apply_updates(trained, updates), opt_state), nats, accuracy
 
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, trained)
   replicated = rules.replicated(mesh)
   opt_shardings = learner_state.opt_state_shardings(
-    optimizer, params, shardings, replicated=replicated
+    optimizer, trained, shardings, replicated=replicated
   )
   jitted = jax.jit(
     step,
@@ -101,17 +105,17 @@ def warm_start(
   )
   rng = np.random.default_rng(seed)
   init = jax.jit(optimizer.init, out_shardings=opt_shardings)
-  carry = params, init(params)
+  carry = trained, init(trained)
   smoothed = 0.0
   for _ in range(config.steps):
     rows = rng.integers(len(tokens), size=config.batch_size)
     batch = jax.device_put((tokens[rows], mask[rows]), sharding)
-    carry, nats, accuracy = jitted(carry, *batch)
+    carry, nats, accuracy = jitted(carry, frozen, *batch)
     smoothed += _SMOOTHING * (float(accuracy) - smoothed)
     advance({"warm_start/loss": float(nats), "warm_start/accuracy": smoothed})
     if smoothed >= config.target_accuracy:
       break
-  return carry[0]
+  return lora.join(carry[0], frozen)
 
 
 def _rows(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:

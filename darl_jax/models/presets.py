@@ -20,6 +20,8 @@ DENSE = dict(
   expert_mlp_dim=0,
   normalize_expert_weights=True,
 )
+# Where the parameters start, and which are trained: no part of a model's shape.
+FRESH = dict(checkpoint="", lora_rank=0, lora_alpha=32.0, lora_targets="*")
 
 
 def nano() -> dict[str, Any]:
@@ -42,7 +44,7 @@ def nano() -> dict[str, Any]:
     compute_dtype="float32",
     remat="none",
     vocab_size=0,
-    checkpoint="",
+    **FRESH,
   )
 
 
@@ -66,7 +68,7 @@ def smollm2_135m() -> dict[str, Any]:
     compute_dtype="bfloat16",
     remat="layer",
     vocab_size=49_152,
-    checkpoint="",
+    **FRESH,
   )
 
 
@@ -145,7 +147,7 @@ def llama3_1_8b() -> dict[str, Any]:
     compute_dtype="bfloat16",
     remat="layer",
     vocab_size=128_256,
-    checkpoint="",
+    **FRESH,
   )
 
 
@@ -164,6 +166,6 @@ def _qwen3(**shape: Any) -> dict[str, Any]:
     compute_dtype="bfloat16",
     remat="layer",
     vocab_size=151_936,
-    checkpoint="",
+    **FRESH,
     **shape,
   )

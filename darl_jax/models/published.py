@@ -43,8 +43,8 @@ def locate(model: str) -> pathlib.Path:
 def read_config(path: str | os.PathLike) -> dict[str, Any]:
   """The fields of ``ModelConfig`` that a published model sets.
 
-  All but ``compute_dtype``, ``remat`` and ``checkpoint``, which are no part of
-  a model.
+  All but ``compute_dtype``, ``remat``, ``checkpoint`` and those of adapters,
+  which are no part of a model.
 
   Args:
     path: A folder, or a GGUF file.
@@ -77,7 +77,7 @@ def check(path: str | os.PathLike, config: ModelConfig) -> None:
       place=f"the shape of {path}; --config=configs/finetune.py:{path} takes "
       "it from there",
     )
-  _reader(path).check(path, config)
+  _reader(path).check(path, _without_adapters(config))
 
 
 def load(
@@ -87,7 +87,7 @@ def load(
   shardings: Params,
   round_to: jnp.dtype = jnp.float32,
 ) -> Params:
-  """The model's float32 parameters, streamed into their shards.
+  """The model's float32 parameters, without adapters, streamed into shards.
 
   Args:
     path: A folder, or a GGUF file.
@@ -99,9 +99,14 @@ def load(
   Raises:
     ConfigError: As ``check`` does.
   """
+  config = _without_adapters(config)
   if _reader(path) is hf:
     return hf.load(path, config, shardings=shardings)
   return gguf.load(path, config, shardings=shardings, round_to=round_to)
+
+
+def _without_adapters(config: ModelConfig) -> ModelConfig:
+  return dataclasses.replace(config, lora_rank=0)
 
 
 def _reader(path: str | os.PathLike) -> Any:

@@ -21,8 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from darl_jax.config import ModelConfig
 from darl_jax.kernels.partition import Partition
-from darl_jax.models import attention, experts
+from darl_jax.models import attention, experts, lora, parameters
 from darl_jax.models.kv_cache import KVCache, Tail
+from darl_jax.models.parameters import Parameter
 from darl_jax.types import Params
 
 # Layers are unrolled in the compiled program up to this many: a loop costs a
@@ -32,22 +33,6 @@ _UNROLLED_LAYERS = 4
 
 # Queries, keys and values to the attended values and anything kept.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-
-
-class Parameter(nnx.Param):
-  """A parameter that knows the logical axes of its shape."""
-
-
-def _parameter(
-  rngs: nnx.Rngs,
-  shape: tuple[int, ...],
-  axes: tuple[str, ...],
-  *,
-  std: float,
-) -> Parameter:
-  """Normal with standard deviation ``std``."""
-  value = jax.random.normal(rngs.params(), shape, jnp.float32)
-  return Parameter(value * std, axes=axes)
 
 
 def _scale(size: int, axis: str) -> Parameter:
@@ -142,6 +127,7 @@ def _project(
   partition: Partition | None,
   *,
   num_inputs: int = 1,
+  adapter: lora.Adapter | None = None,
 ) -> jax.Array:
   """Contracts x's last axes with the kernel's first ``num_inputs``.
 
@@ -153,6 +139,7 @@ def _project(
     kernel: [inputs..., outputs...].
     partition: How the kernel is cut; None for a whole one.
     num_inputs: Leading axes of the kernel to contract.
+    adapter: Of the kernel; its two thin products are added.
 
   Returns:
     [B, T, outputs...] in x's dtype.
@@ -160,7 +147,11 @@ def _project(
   tokens, outputs = x.shape[:2], kernel.shape[num_inputs:]
   width = math.prod(kernel.shape[:num_inputs])
   product = _product(x.reshape(-1, width), kernel[...], _cut(kernel, partition))
-  return product.reshape(*tokens, *outputs)
+  product = product.reshape(*tokens, *outputs)
+  if adapter is None:
+    return product
+  inner = _project(x, adapter.a, partition, num_inputs=num_inputs)
+  return product + adapter.scale * _project(inner, adapter.b, partition)
 
 
 class Attention(nnx.Module):
@@ -173,13 +164,13 @@ class Attention(nnx.Module):
 
     def projection(count: int, axis: str) -> Parameter:
       shape, axes = (dim, count, head_dim), ("embed", axis, "head_dim")
-      return _parameter(rngs, shape, axes, std=dim**-0.5)
+      return parameters.normal(rngs, shape, axes, std=dim**-0.5)
 
     self.query = projection(heads, "heads")
     self.key = projection(kv_heads, "kv_heads")
     self.value = projection(kv_heads, "kv_heads")
     # What is added to the residual stream starts smaller with depth (GPT-2).
-    self.output = _parameter(
+    self.output = parameters.normal(
       rngs,
       (heads, head_dim, dim),
       ("heads", "head_dim", "embed"),
@@ -197,6 +188,13 @@ class Attention(nnx.Module):
     if config.qk_norm:
       self.query_norm = _scale(head_dim, "head_dim")
       self.key_norm = _scale(head_dim, "head_dim")
+    self.adapters = lora.adapters(
+      self,
+      "attention",
+      config,
+      num_inputs=dict(query=1, key=1, value=1, output=2),
+      rngs=rngs,
+    )
 
   def __call__(
     self,
@@ -219,15 +217,15 @@ class Attention(nnx.Module):
     """
     config, dtype = self.config, x.dtype
 
-    def project(kernel: Parameter, bias: str) -> jax.Array:
-      heads = _project(x, kernel, partition)
+    def project(name: str) -> jax.Array:
+      kernel, adapter = getattr(self, name), self.adapters.get(name)
+      heads = _project(x, kernel, partition, adapter=adapter)
       if config.qkv_bias:
-        heads = heads + getattr(self, bias)[...].astype(dtype)[None, None]
+        bias = getattr(self, f"{name}_bias")
+        heads = heads + bias[...].astype(dtype)[None, None]
       return heads
 
-    query = project(self.query, "query_bias")
-    key = project(self.key, "key_bias")
-    value = project(self.value, "value_bias")
+    query, key, value = (project(name) for name in ("query", "key", "value"))
     if config.qk_norm:
       query = rms_norm(query, self.query_norm[...], eps=config.norm_eps)
       key = rms_norm(key, self.key_norm[...], eps=config.norm_eps)
@@ -235,7 +233,11 @@ class Attention(nnx.Module):
     query = attention.rotary(query, positions, frequencies=frequencies)
     key = attention.rotary(key, positions, frequencies=frequencies)
     out, kept = attend(query, key, value)
-    return _project(out, self.output, partition, num_inputs=2), kept
+    adapter = self.adapters.get("output")
+    return (
+      _project(out, self.output, partition, num_inputs=2, adapter=adapter),
+      kept,
+    )
 
 
 class FeedForward(nnx.Module):
@@ -244,16 +246,27 @@ class FeedForward(nnx.Module):
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     dim, hidden = config.embed_dim, config.mlp_dim
     into, back = ("embed", "mlp"), ("mlp", "embed")
-    self.gate = _parameter(rngs, (dim, hidden), into, std=dim**-0.5)
-    self.up = _parameter(rngs, (dim, hidden), into, std=dim**-0.5)
+    self.gate = parameters.normal(rngs, (dim, hidden), into, std=dim**-0.5)
+    self.up = parameters.normal(rngs, (dim, hidden), into, std=dim**-0.5)
     # As for the attention's output.
     std = (hidden * 2 * config.num_layers) ** -0.5
-    self.down = _parameter(rngs, (hidden, dim), back, std=std)
+    self.down = parameters.normal(rngs, (hidden, dim), back, std=std)
+
+    self.adapters = lora.adapters(
+      self,
+      "feed_forward",
+      config,
+      num_inputs=dict(gate=1, up=1, down=1),
+      rngs=rngs,
+    )
 
   def __call__(self, x: jax.Array, partition: Partition | None) -> jax.Array:
-    gate = _project(x, self.gate, partition)
-    gated = jax.nn.silu(gate) * _project(x, self.up, partition)
-    return _project(gated, self.down, partition)
+    def project(x: jax.Array, name: str) -> jax.Array:
+      kernel, adapter = getattr(self, name), self.adapters.get(name)
+      return _project(x, kernel, partition, adapter=adapter)
+
+    gated = jax.nn.silu(project(x, "gate")) * project(x, "up")
+    return project(gated, "down")
 
 
 class MixtureOfExperts(nnx.Module):
@@ -266,9 +279,9 @@ class MixtureOfExperts(nnx.Module):
 
     def kernels(rows: int, columns: int, *axes: str, std: float) -> Parameter:
       shape = (count, rows, columns)
-      return _parameter(rngs, shape, ("expert", *axes), std=std)
+      return parameters.normal(rngs, shape, ("expert", *axes), std=std)
 
-    self.router = _parameter(
+    self.router = parameters.normal(
       rngs, (dim, count), ("embed", "expert"), std=dim**-0.5
     )
     self.gate = kernels(dim, hidden, "embed", "mlp", std=dim**-0.5)
@@ -276,11 +289,23 @@ class MixtureOfExperts(nnx.Module):
     # As for the attention's output.
     std = (hidden * 2 * config.num_layers) ** -0.5
     self.down = kernels(hidden, dim, "mlp", "embed", std=std)
+    self.adapters = lora.adapters(
+      self,
+      "feed_forward",
+      config,
+      num_inputs=dict(router=1, gate=1, up=1, down=1),
+      rngs=rngs,
+    )
+
+  def _kernel(self, name: str) -> jax.Array:
+    """With its adapter merged in: tokens are sorted to experts only once."""
+    kernel, adapter = getattr(self, name)[...], self.adapters.get(name)
+    return kernel if adapter is None else adapter.merged(kernel)
 
   def __call__(self, x: jax.Array, partition: Partition | None) -> jax.Array:
     weights, chosen = experts.route(
       x,
-      self.router[...],
+      self._kernel("router"),
       experts_per_token=self.config.experts_per_token,
       normalize=self.config.normalize_expert_weights,
       partition=partition,
@@ -289,9 +314,7 @@ class MixtureOfExperts(nnx.Module):
       x,
       weights,
       chosen,
-      self.gate[...],
-      self.up[...],
-      self.down[...],
+      *(self._kernel(name) for name in ("gate", "up", "down")),
       partition=partition,
     )
 
@@ -331,7 +354,7 @@ class Transformer(nnx.Module):
     def table() -> Parameter:
       shape, axes = (vocab_size, config.embed_dim), ("vocab", "embed")
       # Rows of unit norm: with tied embeddings, logits start of order 1.
-      return _parameter(rngs, shape, axes, std=config.embed_dim**-0.5)
+      return parameters.normal(rngs, shape, axes, std=config.embed_dim**-0.5)
 
     self.embedding = table()
     keys = jax.random.split(rngs.params(), config.num_layers)
@@ -434,7 +457,10 @@ class Policy:
     return Transformer(self.config, vocab_size=self.vocab_size, rngs=rngs)
 
   def init(self, key: jax.Array) -> Params:
-    """Fresh parameters, a nested dict; jit it to make them sharded."""
+    """Fresh parameters, a nested dict; jit it to make them sharded.
+
+    ``lora.split`` says which of them are trained.
+    """
     return nnx.to_pure_dict(nnx.state(self._make(key)))
 
   @property

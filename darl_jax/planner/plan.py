@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from darl_jax.config import ModelConfig, RunConfig
 from darl_jax.learner.step import Learner
+from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
 from darl_jax.planner import chips, programs, suggestions, topology
 from darl_jax.planner.programs import Program
 from darl_jax.rollout.engine import Engine
 from darl_jax.sharding import meshes, rules
+from darl_jax.types import Params
 
 # Programs compiled at a time, in processes: one keeps little more than a core
 # busy, and two in one process wait for each other.
@@ -223,45 +225,59 @@ def _lowerings(
   param_bytes = _param_bytes(config, policy, split)
   # The optimizer's moments stay while other programs of the learner run, and a
   # new snapshot arrives while the sampler still holds the one before.
-  moments = _MOMENTS * param_bytes["train"]
-  # Parity scores under an older snapshot, whose parameters are beside these.
-  beside = {"score": moments + param_bytes["train"], "publish": moments}
+  trained = param_bytes["trained"]
+  moments = _MOMENTS * trained
+  beside = {
+    # Parity scores under an older snapshot, whose parameters are beside these.
+    "score": moments + trained,
+    "publish": moments + param_bytes["frozen"],
+  }
   lowerings = {
     name: (lower, "train", beside.get(name, 0.0))
     for name, lower in learner.programs().items()
   }
   for name, lower in engine.programs(snapshot).items():
-    lowerings[name] = (lower, "rollout", param_bytes["rollout"])
+    lowerings[name] = (lower, "rollout", param_bytes["snapshot"])
   return lowerings
 
 
 def _param_bytes(
   config: RunConfig, policy: Policy, split: meshes.Meshes
 ) -> dict[str, float]:
-  """By mesh, bytes of the parameters on each of its devices."""
+  """Bytes of parameters on each device.
+
+  Those that are trained and the frozen ones on the train mesh, and what a
+  snapshot takes on the rollout mesh, where the frozen ones are ``kept``.
+  """
   shapes = jax.eval_shape(policy.init, jax.random.key(0))
-  return {
-    name: sum(
-      math.prod(sharding.shard_shape(leaf.shape)) * itemsize
-      for leaf, sharding in zip(
-        jax.tree.leaves(shapes),
-        jax.tree.leaves(
-          rules.param_shardings(
-            policy.logical_axes, shapes, mesh=mesh, rules=table
-          )
-        ),
-        strict=True,
-      )
+
+  def shardings(mesh, table) -> tuple[Params, Params]:
+    return lora.split(
+      rules.param_shardings(policy.logical_axes, shapes, mesh=mesh, rules=table)
     )
-    for name, mesh, table, itemsize in (
-      ("train", split.train, rules.TRAIN_RULES, 4),
-      (
-        "rollout",
-        split.rollout,
-        rules.ROLLOUT_RULES,
-        jnp.dtype(config.rollout.dtype).itemsize,
+
+  def total(leaves: Params, shardings: Params, itemsize: int | None) -> float:
+    each = jax.tree.map(
+      lambda leaf, sharding: (
+        math.prod(sharding.shard_shape(leaf.shape))
+        * (itemsize or leaf.dtype.itemsize)
       ),
+      leaves,
+      shardings,
     )
+    return float(sum(jax.tree.leaves(each)))
+
+  trained, frozen = lora.split(shapes)
+  dtype = jnp.dtype(config.model.compute_dtype)
+  compact = jax.eval_shape(lambda x: lora.compact(x, dtype=dtype), frozen)
+  train = shardings(split.train, rules.TRAIN_RULES)
+  rollout = shardings(split.rollout, rules.ROLLOUT_RULES)
+  published = jnp.dtype(config.rollout.dtype).itemsize
+  return {
+    "trained": total(trained, train[0], None),
+    "frozen": total(compact, train[1], None),
+    "snapshot": total(trained, rollout[0], published),
+    "kept": total(frozen, rollout[1], published),
   }
 
 
@@ -287,8 +303,9 @@ def _work(
 
   Two FLOPs for each parameter of a matrix and token, forward, and four for each
   query head, its width and position that the token sees; three times that with
-  the backward pass. A packed row's trajectories are taken to be of the greatest
-  length, and to see half of it on average.
+  the backward pass, and twice where the matrices are frozen. A packed row's
+  trajectories are taken to be of the greatest length, and to see half of it on
+  average.
   """
   model, rollout, learner = config.model, config.rollout, config.learner
   layers, output = matmul_parameters(model, vocab_size)
@@ -296,6 +313,7 @@ def _work(
   prompt, response = config.prompts.max_tokens, rollout.max_response_tokens
   forward = 2 * (layers + output) + seen * (prompt + response) / 2
   trained = learner.rows * learner.row_tokens
+  passes = 2 if model.lora_rank else 3
   scored = learner.score_rows * learner.row_tokens
   read = rollout.prompts_per_batch * prompt
   sequences = rollout.prompts_per_batch * rollout.samples_per_prompt
@@ -303,7 +321,7 @@ def _work(
   by_token = 2 * (layers + output) + seen * (prompt + response / 2)
   return {
     "score": (scored, scored * forward),
-    "train_step": (trained, 3 * trained * forward),
+    "train_step": (trained, passes * trained * forward),
     "publish": (0.0, 0.0),
     "prefill": (
       read,
@@ -322,13 +340,16 @@ def _whole(
   num_devices: int,
 ) -> Whole:
   shapes = jax.eval_shape(policy.init, jax.random.key(0))
-  parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-  snapshot = float(parameters * jnp.dtype(config.rollout.dtype).itemsize)
+  trained, parameters = (
+    sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(part))
+    for part in (lora.split(shapes)[0], shapes)
+  )
+  snapshot = float(trained * jnp.dtype(config.rollout.dtype).itemsize)
   snapshots = config.replay.num_snapshots + 1
   cast = _seconds(by_name["publish"])
   publish = None
   if cast is not None:
-    # Every data slice of the rollout mesh gets all parameters. What is for
+    # Every data slice of the rollout mesh gets a whole snapshot. What is for
     # chips of other hosts passes through this one's all the same.
     copies = 1 + config.mesh.rollout.data
     links = min(num_devices, chip.host_chips) * chip.host_bytes_per_s

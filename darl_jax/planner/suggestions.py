@@ -38,7 +38,8 @@ def suggest(
     snapshot_bytes: Of one snapshot on a host.
     ring_bytes: Of host memory that the ring takes.
     host_bytes: Memory of a host.
-    param_bytes: By mesh, of the parameters on each device.
+    param_bytes: Of the parameters on each device: on the train mesh "trained"
+      and "frozen", on the rollout mesh of a "snapshot" and the "kept" rest.
   """
   lines: list[str] = []
   for program in programs:
@@ -89,22 +90,28 @@ def _by_program(
   param_bytes: Mapping[str, float],
 ) -> Iterator[str]:
   if program.name == "train_step":
-    yield from _train_step(config, chip, program, param_bytes["train"])
+    yield from _train_step(config, chip, program, param_bytes)
   elif program.name == "score":
-    yield from _score(config, chip, program, param_bytes["train"])
+    fixed = param_bytes["trained"] + param_bytes["frozen"] + program.resident
+    yield from _score(config, chip, program, fixed)
   elif program.mesh == "rollout":
-    yield from _rollout(config, chip, program)
+    fixed = 2 * param_bytes["snapshot"] + param_bytes["kept"]
+    yield from _rollout(config, chip, program, fixed)
   else:
     yield from _cut(config, chip, fixed=program.total, moving=0.0)
 
 
 def _train_step(
-  config: RunConfig, chip: chips.Chip, program: Program, params: float
+  config: RunConfig,
+  chip: chips.Chip,
+  program: Program,
+  param_bytes: Mapping[str, float],
 ) -> Iterator[str]:
   """Fewer rows at a time, recomputation, or more devices for the state."""
   learner, train = config.learner, config.mesh.train
+  params = param_bytes["trained"]
   # Parameters, two moments, and gradients: of a microbatch and their sum.
-  state = 3 * params
+  state = 3 * params + param_bytes["frozen"]
   if program.memory:
     state = program.memory.arguments
   gradients = (2 if learner.microbatches > 1 else 1) * params
@@ -135,11 +142,11 @@ def _train_step(
 
 
 def _score(
-  config: RunConfig, chip: chips.Chip, program: Program, params: float
+  config: RunConfig, chip: chips.Chip, program: Program, fixed: float
 ) -> Iterator[str]:
-  """Fewer rows at a time."""
+  """Fewer rows at a time, beside ``fixed`` bytes."""
   train = config.mesh.train
-  fixed = min(params + program.resident, program.total)
+  fixed = min(fixed, program.total)
   moving = program.total - fixed
   unit = train.data * train.fsdp
   rows = config.learner.score_rows // unit
@@ -172,11 +179,11 @@ def _cut(
 
 
 def _rollout(
-  config: RunConfig, chip: chips.Chip, program: Program
+  config: RunConfig, chip: chips.Chip, program: Program, fixed: float
 ) -> Iterator[str]:
-  """Fewer sequences, or more devices for each."""
+  """Fewer sequences beside ``fixed`` bytes, or more devices for each."""
   rollout, mesh = config.rollout, config.mesh.rollout
-  fixed = min(program.resident * 2, program.total)  # Two snapshots.
+  fixed = min(fixed, program.total)
   moving = program.total - fixed
   room = chip.hbm_bytes - fixed
   prompts = rollout.prompts_per_batch

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import os
 import platform
 from collections.abc import Sequence
 
@@ -13,6 +14,11 @@ from darl_jax.config import ConfigError, MeshConfig
 
 # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes.
 _KEEP_FREED_MEMORY = ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
+
+# Seconds that XLA lets some devices of one program wait for the others before it
+# ends the process. Its own 40 are less than a laptop's sleep, or a busy
+# machine's hiccup.
+_MEET_WITHIN_S = 1800
 
 TRAIN_AXES = ("data", "fsdp", "tensor")
 ROLLOUT_AXES = ("data", "tensor")
@@ -45,10 +51,19 @@ def prepare_cpu(num_devices: int) -> None:
   it to the system and faulting it in again takes a third of a small learner
   step. Does nothing to the memory where the C library is not glibc.
 
+  Virtual devices that wait for each other do so through a pause of the machine.
+
   Raises:
     RuntimeError: JAX has started.
   """
   jax.config.update("jax_num_cpu_devices", num_devices)
+  # First, so that flags which are set already have the last word.
+  os.environ["XLA_FLAGS"] = " ".join(
+    (
+      f"--xla_cpu_collective_call_terminate_timeout_seconds={_MEET_WITHIN_S}",
+      os.environ.get("XLA_FLAGS", ""),
+    )
+  ).strip()
   if platform.libc_ver()[0] == "glibc":
     libc = ctypes.CDLL(None)
     for option, value in _KEEP_FREED_MEMORY:

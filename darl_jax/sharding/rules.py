@@ -22,6 +22,7 @@ TRAIN_RULES: Mapping[str, MeshAxis] = {
   "head_dim": None,
   "expert": "tensor",
   "mlp": "tensor",
+  "rank": None,
   "rows": ("data", "fsdp"),
 }
 
@@ -35,6 +36,7 @@ ROLLOUT_RULES: Mapping[str, MeshAxis] = {
   "head_dim": None,
   "expert": "tensor",
   "mlp": "tensor",
+  "rank": None,
   "rows": "data",
 }
 

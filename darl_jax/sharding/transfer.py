@@ -26,6 +26,28 @@ def _own(leaf: jax.Array) -> np.ndarray:
   return copy
 
 
+def share(params: Params, *, shardings: Params, dtype: jnp.dtype) -> Params:
+  """Device parameters that nobody donates, for another mesh.
+
+  Args:
+    params: On any mesh.
+    shardings: A sharding per leaf, of the other mesh.
+    dtype: There.
+
+  Returns:
+    The same arrays where they lie right already, and copies of the others.
+  """
+
+  def on_mesh(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    if leaf.dtype == dtype and leaf.sharding.is_equivalent_to(
+      sharding, leaf.ndim
+    ):
+      return leaf
+    return jax.device_put(np.array(leaf, dtype=dtype), sharding)
+
+  return jax.tree.map(on_mesh, params, shardings)
+
+
 def to_mesh(
   snapshot: PolicySnapshot, *, shardings: Params, dtype: jnp.dtype
 ) -> PolicySnapshot:

@@ -307,7 +307,7 @@ class StepTest(parameterized.TestCase):
       num_steps=10,
       publish_dtype=jnp.dtype("float32"),
     )
-    state = learner.init_state(learner.init_params(0))
+    state = learner.init_state(learner.init_trained(0))
     self.assertEqual(int(state.step), 0)
     layout = jax.tree.map(lambda leaf: leaf.sharding, state)
     for step in range(1, 4):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from darl_jax.config import ConfigError, ModelConfig
 from darl_jax.models import gguf as gguf_lib
-from darl_jax.models import kv_cache
+from darl_jax.models import kv_cache, presets
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.chat import ChatTokenizer
 from darl_jax.sharding import rules
@@ -152,7 +152,7 @@ def vocabulary(pre: str = "smollm", **changes) -> dict:
 def config_of(path: str) -> ModelConfig:
   fields = gguf_lib.read_config(path)
   return ModelConfig(
-    **fields, compute_dtype="float32", remat="none", checkpoint=""
+    **fields, compute_dtype="float32", remat="none", **presets.FRESH
   )
 
 
@@ -422,7 +422,7 @@ class LoadTest(FolderTest):
       vocab_size=0,
       compute_dtype="bfloat16",
       remat="layer",
-      checkpoint="",
+      **presets.FRESH,
     )
     problems = self.problems(gguf_lib.load, path, ModelConfig(**fields))
     self.assertCountEqual(
@@ -547,7 +547,7 @@ class SmolLM2Test(parameterized.TestCase):
     super().setUpClass()
     fields = gguf_lib.read_config(SMOLLM2)
     config = ModelConfig(
-      **fields, compute_dtype="float32", remat="none", checkpoint=""
+      **fields, compute_dtype="float32", remat="none", **presets.FRESH
     )
     cls.policy = Policy(config, vocab_size=config.vocab_size)
     cls.params = gguf_lib.load(SMOLLM2, config, round_to=jnp.bfloat16)

@@ -49,7 +49,7 @@ def _config(folder: pathlib.Path) -> ModelConfig:
     **hf.read_config(folder),
     compute_dtype="float32",
     remat="none",
-    checkpoint="",
+    **presets.FRESH,
   )
 
 

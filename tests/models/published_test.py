@@ -25,7 +25,7 @@ def config_of(path) -> ModelConfig:
     **published.read_config(path),
     compute_dtype="float32",
     remat="none",
-    checkpoint="",
+    **presets.FRESH,
   )
 
 

@@ -41,7 +41,7 @@ def program(name: str, mesh: str = "train", **changes) -> Program:
   return Program(**(values | changes))
 
 
-def suggest(run, *which, ring_bytes=GIB) -> list[str]:
+def suggest(run, *which, ring_bytes=GIB, frozen=0.0) -> list[str]:
   return suggestions.suggest(
     run,
     V5E,
@@ -49,7 +49,9 @@ def suggest(run, *which, ring_bytes=GIB) -> list[str]:
     snapshot_bytes=GIB,
     ring_bytes=ring_bytes,
     host_bytes=192e9,
-    param_bytes={"train": GIB, "rollout": GIB / 2},
+    param_bytes=dict(
+      trained=GIB, frozen=frozen, snapshot=GIB / 2, kept=frozen
+    ),
   )
 
 
@@ -127,6 +129,24 @@ class SuggestionsTest(parameterized.TestCase):
     # Parameters and 2 GiB beside it stay; 19 GiB go with 16 rows.
     lines = suggest(config(), program("score", resident=2 * GIB))
     self._assert_one(lines, "learner.score_rows=10 (of 16)", "14.9 GiB")
+
+  def test_frozen_parameters_stay_too(self):
+    run = config()
+    failed = program(
+      "train_step", memory=None, needed=20 * GIB, failure="RESOURCE_EXHAUSTED"
+    )
+    # 4 GiB for what is trained, 2 frozen, and 14 GiB of rows.
+    self._assert_one(
+      suggest(run, failed, frozen=2 * GIB),
+      "learner.microbatches=2 (of 1)",
+      "13.0 GiB",
+    )
+    # 17 GiB go with 16 rows, 17.5 GiB with 40 prompts.
+    scoring = program("score", resident=0.0)
+    lines = suggest(run, scoring, frozen=2 * GIB)
+    self._assert_one(lines, "learner.score_rows=12 (of 16)", "15.8 GiB")
+    lines = suggest(run, program("decode", "rollout"), frozen=1.5 * GIB)
+    self._assert_one(lines, "rollout.prompts_per_batch=30 (of 40)", "15.6 GiB")
 
   def test_the_sampler(self):
     # Two snapshots stay; 19.5 GiB go with 40 prompts; 2 data slices.
