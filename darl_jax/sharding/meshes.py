@@ -15,9 +15,8 @@ from darl_jax.config import ConfigError, MeshConfig
 # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes.
 _KEEP_FREED_MEMORY = ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
 
-# Seconds that XLA lets some devices of one program wait for the others before it
-# ends the process. Its own 40 are less than a laptop's sleep, or a busy
-# machine's hiccup.
+# Seconds that XLA lets some devices of one program wait for the others before
+# it ends the process. Its own 40 are less than a laptop's sleep.
 _MEET_WITHIN_S = 1800
 
 TRAIN_AXES = ("data", "fsdp", "tensor")

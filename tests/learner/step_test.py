@@ -15,7 +15,7 @@ from darl_jax import config as config_lib
 from darl_jax.config import ModelConfig
 from darl_jax.kernels.token_logprob import block_sizes
 from darl_jax.learner.step import Learner
-from darl_jax.models import presets
+from darl_jax.models import lora, presets
 from darl_jax.models.transformer import Policy
 from darl_jax.rollout.engine import Engine
 from darl_jax.sharding import meshes, transfer
@@ -27,7 +27,7 @@ _DEFAULT = config_lib.parse(darl.get_config())
 
 
 @functools.cache
-def _policy(compute_dtype="float32"):
+def _policy(compute_dtype="float32", lora_rank=0):
   config = presets.nano() | dict(
     num_layers=1,
     embed_dim=16,
@@ -35,6 +35,7 @@ def _policy(compute_dtype="float32"):
     num_heads=4,
     head_dim=8,
     compute_dtype=compute_dtype,
+    lora_rank=lora_rank,
   )
   return Policy(ModelConfig(**config), vocab_size=_VOCAB)
 
@@ -53,6 +54,7 @@ def _learner(
   temperature=1.0,
   publish_dtype="float32",
   compute_dtype="float32",
+  lora_rank=0,
 ) -> Learner:
   """Shared by the tests: each of its programs compiles once."""
   config = dataclasses.replace(
@@ -68,7 +70,7 @@ def _learner(
     eps=1e-3,
   )
   return Learner(
-    _policy(compute_dtype),
+    _policy(compute_dtype, lora_rank),
     config,
     _DEFAULT.objective,
     mesh=_mesh(train),
@@ -79,9 +81,10 @@ def _learner(
 
 
 @functools.cache
-def _host_params(seed=0):
+def _host_params(seed=0, lora_rank=0):
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(_policy().init, jax.random.key(0))
+  policy = _policy(lora_rank=lora_rank)
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
   return jax.tree.map(
     lambda leaf: (0.4 * rng.normal(size=leaf.shape)).astype(np.float32), shapes
   )
@@ -535,6 +538,76 @@ def _signature(lowered) -> str:
   return main
 
 
+class AdapterTest(parameterized.TestCase):
+  """A learner that trains adapters of a frozen model."""
+
+  def _start(self, **keywords):
+    learner = _learner(lora_rank=2, **keywords)
+    params = jax.device_put(_host_params(lora_rank=2), learner.param_shardings)
+    return learner, learner.init_state(params)
+
+  def _names(self, tree) -> set[str]:
+    return {
+      jax.tree_util.keystr(path, simple=True, separator=".")
+      for path, _ in jax.tree.leaves_with_path(tree)
+    }
+
+  def test_state_and_snapshot_hold_adapters_alone(self):
+    learner, state = self._start()
+    names = self._names(state.params)
+    self.assertLen(names, 14)
+    self.assertTrue(all(".adapters." in name for name in names))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    self.assertLen(moments, 2 * 14)
+    snapshot = learner.snapshot(state.params, version=0)
+    self.assertEqual(self._names(snapshot.params), names)
+    self.assertNotIn("adapters", str(self._names(learner.frozen)))
+
+  @parameterized.parameters([(1, 1, 1)], [(2, 2, 2)])
+  def test_the_step_is_that_of_the_whole_model(self, train):
+    """The adapters' gradient is what the whole model's says of them."""
+    learner, state = self._start(train=train)
+    before = jax.tree.map(np.asarray, (state.params, learner.frozen))
+    whole = _learner()
+    logprobs, _ = learner.score(state.params, _score_batch())
+    merged = lora.merge(_host_params(lora_rank=2), learner._policy.config)
+    want, _ = whole.score(
+      jax.device_put(merged, whole.param_shardings), _score_batch()
+    )
+    np.testing.assert_allclose(logprobs, want, atol=2e-5)
+    state, metrics = learner.step(state, _batch())
+    _, theirs = whole.step(
+      whole.init_state(jax.device_put(merged, whole.param_shardings)), _batch()
+    )
+    for name in ("train/loss", "train/kl", "train/entropy"):
+      np.testing.assert_allclose(metrics[name], theirs[name], rtol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, learner.frozen, before[1])
+    for now, then in zip(
+      jax.tree.leaves(state.params), jax.tree.leaves(before[0]), strict=True
+    ):
+      self.assertGreater(np.abs(np.asarray(now) - then).max(), 1e-4)
+
+  def test_frozen_kernels_take_the_compute_dtype(self):
+    learner, state = self._start(compute_dtype="bfloat16")
+    attention = learner.frozen["layers"]["attention"]
+    self.assertEqual(attention["query"].dtype, jnp.bfloat16)
+    self.assertEqual(learner.frozen["embedding"].dtype, jnp.float32)
+    self.assertEqual(
+      {leaf.dtype for leaf in jax.tree.leaves(state.params)},
+      {jnp.dtype("float32")},
+    )
+    programs = learner.programs()
+    programs["score"]()
+    _, metrics = learner.step(state, _batch())
+    self.assertGreater(metrics["train/grad_norm"][0], 0)
+    # As they are planned, so they run.
+    shapes = programs["train_step"]().args_info[0][1]
+    self.assertEqual(
+      jax.tree.map(lambda leaf: leaf.dtype, shapes),
+      jax.tree.map(lambda leaf: leaf.dtype, learner.frozen),
+    )
+
+
 class ProgramsTest(parameterized.TestCase):
   def test_are_the_ones_that_run(self):
     """Traced without data, each program is the one that data compiles."""
@@ -552,7 +625,7 @@ class ProgramsTest(parameterized.TestCase):
     )
     self.assertEqual(batch.tokens.shape, (2, 1, rows, config.row_tokens))
     train = learner._train.lower(
-      state, jax.device_put(batch, learner._batch_shardings(batch))
+      state, {}, jax.device_put(batch, learner._batch_shardings(batch))
     )
     got = {name: _signature(trace()) for name, trace in programs.items()}
     self.assertEqual(set(got), {"score", "train_step", "publish"})
@@ -564,6 +637,6 @@ class ProgramsTest(parameterized.TestCase):
       for field in dataclasses.fields(ScoreBatch)
     }
     score = learner._score.lower(
-      state.params, jax.device_put(ScoreBatch(**fields), learner._rows)
+      state.params, {}, jax.device_put(ScoreBatch(**fields), learner._rows)
     )
     self.assertEqual(got["score"], _signature(score))

@@ -14,6 +14,7 @@ from darl_jax.config import ConfigError
 from darl_jax.models.transformer import Policy
 from darl_jax.planner import plan as plan_lib
 from darl_jax.planner import report, topology
+from darl_jax.sharding import meshes
 from tests.fixtures import tiny_config
 
 VOCAB = 300
@@ -111,6 +112,36 @@ class PlanTest(parameterized.TestCase):
     # the links of that host's four chips.
     moved = 3 * whole.snapshot_bytes / (4 * plan.chip.host_bytes_per_s)
     self.assertAlmostEqual(whole.publish_seconds, seconds["publish"] + moved)
+
+  def test_adapters_take_little(self):
+    values = config_lib.to_dict(config())
+    values["model"] |= dict(
+      lora_rank=2, lora_targets="attention.*", checkpoint="some/model"
+    )
+    run = config_lib.parse(values)
+    policy = Policy(run.model, vocab_size=VOCAB)
+    split = meshes.split_devices(run.mesh, jax.devices())
+    whole = Policy(config().model, vocab_size=VOCAB)
+    theirs = plan_lib._param_bytes(config(), whole, split)
+    ours = plan_lib._param_bytes(run, policy, split)
+    # 16 wide, 2 heads of 8 and one for keys: a is [16, 2], b [2, heads, 8].
+    adapters = 2 * 4 * 16 + 2 * (16 + 8 + 8 + 16)
+    self.assertEqual(ours["snapshot"], 4 * adapters)
+    self.assertLess(ours["trained"], 4 * adapters)
+    self.assertEqual(ours["frozen"], theirs["trained"])
+    self.assertEqual(ours["kept"], theirs["snapshot"])
+    self.assertEqual((theirs["frozen"], theirs["kept"]), (0, 0))
+    trained, _ = plan_lib._work(run, VOCAB)["train_step"]
+    self.assertEqual(trained, plan_lib._work(config(), VOCAB)["train_step"][0])
+    self.assertAlmostEqual(
+      plan_lib._work(run, VOCAB)["train_step"][1] * 3 / 2,
+      plan_lib._work(config(), VOCAB)["train_step"][1],
+    )
+    lowerings = plan_lib._lowerings(run, policy, split)
+    for name in ("score", "train_step", "publish"):
+      lower, _, beside = lowerings[name]
+      lower()
+      self.assertLess(beside, 0.3 * theirs["trained"] + ours["frozen"], name)
 
   def test_json_holds_every_figure(self):
     plan, _ = planned()

@@ -49,9 +49,7 @@ def suggest(run, *which, ring_bytes=GIB, frozen=0.0) -> list[str]:
     snapshot_bytes=GIB,
     ring_bytes=ring_bytes,
     host_bytes=192e9,
-    param_bytes=dict(
-      trained=GIB, frozen=frozen, snapshot=GIB / 2, kept=frozen
-    ),
+    param_bytes=dict(trained=GIB, frozen=frozen, snapshot=GIB / 2, kept=frozen),
   )
 
 
