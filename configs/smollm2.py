@@ -17,7 +17,7 @@ _MODEL = "runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def get_config() -> config_dict.ConfigDict:
   config = sync_grpo.get_config()
-  config.num_steps = 80
+  config.num_steps = 50
   config.prompts.update(
     dict(
       dataset="basic_arithmetic",
