@@ -41,6 +41,11 @@ def get_config() -> config_dict.ConfigDict:
       samples_per_prompt=8,
       max_response_tokens=4,
       chunk_tokens=1,
+      slots=0,
+      cache_tokens=0,
+      prefill_tokens=256,
+      extra_samples=0,
+      update="swap",
       temperature=1.0,
       dtype="float32",
     )

@@ -171,7 +171,18 @@ class RolloutConfig:
       one learner step is worth when generation is paced.
     samples_per_prompt: G; a group of one has nothing to compare with.
     max_response_tokens: R, the stop token included.
-    chunk_tokens: Tokens per decode dispatch; weights are taken up between.
+    chunk_tokens: Tokens per decode dispatch, and of a page of the cache.
+      Between dispatches samples enter and leave, and weights are taken up.
+    slots: Samples that decode together; 0 for all of ``prompts_per_batch``.
+    cache_tokens: Of the paged cache on each data slice of the mesh; 0 for all
+      slots at full length. With less, samples may have to wait, or to be read
+      again.
+    prefill_tokens: That a prefill dispatch reads on each data slice.
+    extra_samples: Begun for each prompt beyond G; the first G to end are kept
+      and the others given up.
+    update: How running samples meet new weights: "swap" goes on with the keys
+      and values that are cached, "recompute" computes them again, and "drain"
+      takes the weights up when all running samples have ended.
     temperature: Of the sampled distribution, for sampler and learner alike.
     dtype: Parameters and KV cache on the rollout mesh.
   """
@@ -180,8 +191,23 @@ class RolloutConfig:
   samples_per_prompt: int
   max_response_tokens: int
   chunk_tokens: int
+  slots: int
+  cache_tokens: int
+  prefill_tokens: int
+  extra_samples: int
+  update: Literal["swap", "recompute", "drain"]
   temperature: float
   dtype: Literal["float32", "bfloat16"]
+
+  @property
+  def num_slots(self) -> int:
+    """Samples that decode together."""
+    return self.slots or self.prompts_per_batch * self.samples_begun
+
+  @property
+  def samples_begun(self) -> int:
+    """Of each prompt, those to be given up included."""
+    return self.samples_per_prompt + self.extra_samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -650,6 +676,10 @@ _RANGES = {
   "rollout.samples_per_prompt": _Range(2),
   "rollout.max_response_tokens": _AT_LEAST_1,
   "rollout.chunk_tokens": _AT_LEAST_1,
+  "rollout.slots": _AT_LEAST_0,
+  "rollout.cache_tokens": _AT_LEAST_0,
+  "rollout.prefill_tokens": _AT_LEAST_1,
+  "rollout.extra_samples": _AT_LEAST_0,
   "rollout.temperature": _POSITIVE,
   "rewards.workers": _AT_LEAST_1,
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
@@ -804,13 +834,23 @@ def _check_row_capacity(c: Any) -> list[str]:
   ]
 
 
-def _check_rollout_split(c: Any) -> list[str]:
-  return _split_problems(
-    "rollout.prompts_per_batch",
-    c.rollout.prompts_per_batch,
-    over="mesh.rollout.data",
-    parts=c.mesh.rollout.data,
+def _check_slots(c: Any) -> list[str]:
+  data, rollout = c.mesh.rollout.data, c.rollout
+  if rollout.slots:
+    return _split_problems(
+      "rollout.slots", rollout.slots, over="mesh.rollout.data", parts=data
+    )
+  slots = rollout.prompts_per_batch * (
+    rollout.samples_per_prompt + rollout.extra_samples
   )
+  if slots % data == 0:
+    return []
+  return [
+    f"rollout.slots = 0 takes rollout.prompts_per_batch * "
+    f"(rollout.samples_per_prompt + rollout.extra_samples) = {slots}, which do "
+    f"not split over mesh.rollout.data = {data}. Try "
+    f"rollout.slots={-(-slots // data) * data}."
+  ]
 
 
 def _check_heads(c: Any) -> list[str]:
@@ -1001,7 +1041,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_warm_start_batch,
   _check_row_tokens,
   _check_row_capacity,
-  _check_rollout_split,
+  _check_slots,
   _check_heads,
   _check_head_dim,
   _check_rope_scaling,

@@ -64,22 +64,18 @@ class Evaluator:
       rollout,
       prompts_per_batch=batch,
       samples_per_prompt=1,
+      extra_samples=0,
+      slots=0,
       temperature=config.evaluate.temperature,
     )
     self._engine = Engine(policy, once, **engine_arguments)
 
   def answer(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Answers of a snapshot on the rollout mesh, not scored yet."""
-    size = self._engine.config.prompts_per_batch
-    answered: list[TrajectoryGroup] = []
-    for start in range(0, len(self._prompts), size):
-      groups, _ = self._engine.generate(
-        self._prompts[start : start + size],
-        first_group_id=start,
-        fetch=lambda: snapshot,
-      )
-      answered.extend(groups)
-    return answered
+    groups, _ = self._engine.generate(
+      self._prompts, first_group_id=0, fetch=lambda: snapshot
+    )
+    return groups
 
   def judge(self, scored: Sequence[TrajectoryGroup]) -> Evaluation:
     """What the scored answers, in the order of ``answer``, add up to."""

@@ -36,7 +36,8 @@ from darl_jax.replay.ring import Entry, Pool, Ring, Starved
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
-from darl_jax.sharding import meshes, rules, transfer
+from darl_jax.rollout.placement import Placement
+from darl_jax.sharding import meshes, transfer
 from darl_jax.summary import RewardMeter, Summary
 from darl_jax.types import Params, PolicySnapshot, TrainState, TrajectoryGroup
 
@@ -131,15 +132,11 @@ class Run:
       reward_tolerance=config.objective.reward_tolerance,
       groups_per_version=config.rollout.prompts_per_batch,
     )
-    self._rollout_shardings, self._frozen_shardings = lora.split(
-      rules.param_shardings(
-        self.policy.logical_axes,
-        self.learner.param_shapes,
-        mesh=self.meshes.rollout,
-        rules=rules.ROLLOUT_RULES,
-      )
+    self._placement = Placement(
+      self.policy,
+      mesh=self.meshes.rollout,
+      dtype=jnp.dtype(config.rollout.dtype),
     )
-    self._rollout_frozen: Params = {}
     self._rollout_snapshot: PolicySnapshot | None = None
     engine_arguments = dict(
       mesh=self.meshes.rollout,
@@ -204,11 +201,7 @@ class Run:
         self.state = self.learner.init_state(
           self._warm_start(self._initial_params())
         )
-        self._rollout_frozen = transfer.share(
-          self.learner.frozen,
-          shardings=self._frozen_shardings,
-          dtype=jnp.dtype(self.config.rollout.dtype),
-        )
+        self._placement.keep(self.learner.frozen)
         self._publish(version=0)
         self._evaluate(0)
         self.train()
@@ -338,18 +331,8 @@ class Run:
     newest = self.ring.latest()
     held = self._rollout_snapshot
     if held is None or held.version != newest.version:
-      moved = self._on_rollout_mesh(newest)
-      held = self._rollout_snapshot = PolicySnapshot(
-        moved.version, lora.join(moved.params, self._rollout_frozen)
-      )
+      held = self._rollout_snapshot = self._placement.place(newest)
     return held
-
-  def _on_rollout_mesh(self, snapshot: PolicySnapshot) -> PolicySnapshot:
-    return transfer.to_mesh(
-      snapshot,
-      shardings=self._rollout_shardings,
-      dtype=jnp.dtype(self.config.rollout.dtype),
-    )
 
   def _verify_for_training(self, groups: Sequence[TrajectoryGroup]) -> None:
     """Generated groups: counted by the ring, then verified, then admitted."""
@@ -498,10 +481,10 @@ class Run:
         return {}
       batch = self._plan([pool.entries[i] for i in newest]).batches[0]
       params = transfer.to_mesh(
-        snapshot,
+        snapshot.params,
         shardings=self.learner.trained_shardings,
         dtype=jnp.dtype(jnp.float32),
-      ).params
+      )
       logprobs = np.asarray(self.learner.score(params, batch)[0])
       behavior, mask = batch.behavior_logprobs, batch.loss_mask
     gaps = np.abs(logprobs - behavior)[mask]

@@ -25,8 +25,8 @@ from darl_jax.models.transformer import Policy
 from darl_jax.replay.batching import ScoringPlan
 from darl_jax.replay.ring import Entry
 from darl_jax.rollout.engine import Engine
+from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes as meshes_lib
-from darl_jax.sharding import rules, transfer
 from darl_jax.types import Finish, Params, Prompt, Trajectory
 
 DTYPES = ("float32", "bfloat16")
@@ -255,11 +255,8 @@ class Sides:
       publish_dtype=jnp.dtype(dtype),
     )
     self.param_shardings: Params = self._learner.param_shardings
-    self._rollout_shardings = rules.param_shardings(
-      policy.logical_axes,
-      self._learner.param_shapes,
-      mesh=meshes.rollout,
-      rules=rules.ROLLOUT_RULES,
+    self._placement = Placement(
+      policy, mesh=meshes.rollout, dtype=jnp.dtype(dtype)
     )
     self._engine = Engine(
       policy,
@@ -275,24 +272,16 @@ class Sides:
     self, params: Params, prompts: Sequence[np.ndarray]
   ) -> list[Trajectory]:
     """The samples of each prompt int32 [P], in the prompts' order."""
-    snapshot = transfer.to_mesh(
-      self._learner.snapshot(params, version=0),
-      shardings=self._rollout_shardings,
-      dtype=jnp.dtype(self.dtype),
+    snapshot = self._placement.place(self._learner.snapshot(params, version=0))
+    groups, _ = self._engine.generate(
+      [
+        Prompt(str(i), tokens.astype(np.int32), {})
+        for i, tokens in enumerate(prompts)
+      ],
+      first_group_id=0,
+      fetch=lambda: snapshot,
     )
-    size = self._engine.config.prompts_per_batch
-    trajectories = []
-    for start in range(0, len(prompts), size):
-      groups, _ = self._engine.generate(
-        [
-          Prompt(str(start + i), tokens, {})
-          for i, tokens in enumerate(prompts[start : start + size])
-        ],
-        first_group_id=start,
-        fetch=lambda: snapshot,
-      )
-      trajectories += [t for group in groups for t in group.trajectories]
-    return trajectories
+    return [t for group in groups for t in group.trajectories]
 
   def score(
     self, params: Params, trajectories: Sequence[Trajectory]

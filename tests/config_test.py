@@ -340,10 +340,15 @@ COMBINATIONS = (
   (dict(prompts__instruction="?"), "prompts.instruction", "{question}"),
   (dict(prompts__system="Be kind."), "prompts.system", ""),
   (dict(learner__row_tokens=17), "learner.row_tokens", 18),
+  (dict(rollout__slots=66, mesh__rollout__data=4), "rollout.slots", 68),
   (
-    dict(rollout__prompts_per_batch=66, mesh__rollout__data=4),
-    "rollout.prompts_per_batch",
-    68,
+    dict(
+      rollout__prompts_per_batch=33,
+      rollout__samples_per_prompt=3,
+      mesh__rollout__data=4,
+    ),
+    "rollout.slots",
+    100,
   ),
   (dict(model__num_kv_heads=3), "model.num_kv_heads", 1),
   (dict(model__head_dim=15), "model.head_dim", 16),

@@ -6,12 +6,14 @@ import pathlib
 import runpy
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
 from darl_jax import config, evaluate
 from darl_jax.models.transformer import Policy
-from darl_jax.sharding import meshes, rules
+from darl_jax.rollout.placement import Placement
+from darl_jax.sharding import meshes
 from darl_jax.types import PolicySnapshot, Prompt
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -61,10 +63,10 @@ def answers(
   policy = Policy(run_config.model, vocab_size=64)
   mesh = meshes.split_devices(run_config.mesh).rollout
   params = policy.init(jax.random.key(3))
-  shardings = rules.param_shardings(
-    policy.logical_axes, params, mesh=mesh, rules=rules.ROLLOUT_RULES
+  placement = Placement(policy, mesh=mesh, dtype=jnp.float32)
+  snapshot = placement.place(
+    PolicySnapshot(7, jax.tree.map(np.asarray, params))
   )
-  snapshot = PolicySnapshot(7, jax.device_put(params, shardings))
   evaluator = evaluate.Evaluator(
     policy,
     run_config,

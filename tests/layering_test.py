@@ -18,7 +18,15 @@ LAYERS = (
   ("kernels", "objectives"),
   ("sharding", "models"),
   ("prompts", "rollout", "rewards", "replay", "learner"),
-  ("checkpoint", "metrics", "evaluate", "summary", "planner", "parity"),
+  (
+    "checkpoint",
+    "metrics",
+    "evaluate",
+    "summary",
+    "planner",
+    "parity",
+    "generate",
+  ),
   ("loop",),
 )
 STAGES = LAYERS[3]

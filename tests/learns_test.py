@@ -10,7 +10,7 @@ from absl.testing import parameterized
 from configs import sync_grpo
 from darl_jax import config, loop, metrics
 
-_STEPS = 120
+_STEPS = 160
 # Steps at either end; their 5120 samples earn 0.17 +- 0.005.
 _WINDOW = 20
 

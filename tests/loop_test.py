@@ -576,6 +576,13 @@ def by_name(params) -> dict[str, np.ndarray]:
   }
 
 
+def sampled_with(run: loop.Run) -> dict:
+  """The sampler's parameters, with all layers in one array again."""
+  params = run._newest_on_rollout_mesh().params
+  layers = jax.tree.map(lambda *parts: np.stack(parts), *params["layers"])
+  return {**params, "layers": layers}
+
+
 class AdapterTest(parameterized.TestCase):
   """Runs that train adapters alone."""
 
@@ -595,7 +602,7 @@ class AdapterTest(parameterized.TestCase):
         model_folder("llama-tied"), run.config.model, shardings=shardings
       )
     )
-    sampler = by_name(run._newest_on_rollout_mesh().params)
+    sampler = by_name(sampled_with(run))
     learner = by_name(run.learner.frozen)
     self.assertEqual(learner.keys(), model.keys())
     for name, leaf in model.items():
@@ -608,7 +615,7 @@ class AdapterTest(parameterized.TestCase):
     trained = by_name(run.state.params)
     self.assertLen(trained, 8)
     fresh = by_name(run.learner.init_trained(run.config.seed))
-    sampler = by_name(run._newest_on_rollout_mesh().params)
+    sampler = by_name(sampled_with(run))
     for name, leaf in trained.items():
       self.assertIn(".adapters.", name)
       self.assertGreater(np.abs(leaf - fresh[name]).max(), 1e-4, name)
@@ -850,16 +857,14 @@ class EndTest(parameterized.TestCase):
   @parameterized.parameters(sync_grpo, darl)
   def test_the_sampler_fails(self, module):
     def fault(run, boom):
-      decode = run.actor._engine.decoder.decode
+      decoder = run.actor._engine._decoder
+      decode = decoder.decode
 
       def decode_until_version_1(*arguments):
         return (decode if run.ring.version < 1 else boom)(*arguments)
 
-      run.actor._engine.decoder = mock.Mock(
-        wraps=run.actor._engine.decoder,
-        decode=decode_until_version_1,
-        num_chunks=run.actor._engine.decoder.num_chunks,
-      )
+      decoder.decode = decode_until_version_1
+      decoder.compiles = dict
 
     ended = self._assert_fault_ends(
       module, fault, ZeroDivisionError, "the device is gone"

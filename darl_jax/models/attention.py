@@ -225,22 +225,46 @@ def attend_ranges(
 
   Args:
     query: [B, T, N, H].
-    ranges: Keys and values [B, M, S, H] and mask bool [B, T, S] of each, with
-      an S of their own; every query must be allowed at least one key.
+    ranges: Keys and values [Q, M, S, H] and mask bool [Q, T, S] of each, with
+      an S and a Q of their own: B / Q consecutive rows share an entry, whose
+      keys and values are read once for all of them. Every query must be allowed
+      at least one key.
 
   Returns:
     [B, T, N, H] in the query's dtype; scores and softmax are float32.
   """
   batch, length, heads, head_dim = query.shape
   kv_heads = ranges[0][0].shape[1]
-  grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+  group = heads // kv_heads
   lowest = jnp.finfo(jnp.float32).min
 
+  def shared(x: jax.Array, entries: int) -> jax.Array:
+    """[B, T, M, group, ...] as [Q, M, rows * T * group, ...]."""
+    rest = x.shape[4:]
+    by_entry = x.reshape(entries, -1, kv_heads, group, *rest)
+    by_head = jnp.moveaxis(by_entry, 2, 1)
+    return by_head.reshape(entries, kv_heads, -1, *rest)
+
+  def apart(x: jax.Array) -> jax.Array:
+    """[Q, M, rows * T * group, X] as [B, T, M, group, X]."""
+    entries, last = x.shape[0], x.shape[-1]
+    by_head = x.reshape(entries, kv_heads, -1, group, last)
+    by_entry = jnp.moveaxis(by_head, 1, 2)
+    return by_entry.reshape(batch, length, kv_heads, group, last)
+
+  grouped = query.reshape(batch, length, kv_heads, group, head_dim)
+
   def scores(key: jax.Array, mask: jax.Array) -> jax.Array:
-    products = jnp.einsum(
-      "btmgh,bmsh->bmgts", grouped, key, preferred_element_type=jnp.float32
+    products = apart(
+      jnp.einsum(
+        "qmxh,qmsh->qmxs",
+        shared(grouped, key.shape[0]),
+        key,
+        preferred_element_type=jnp.float32,
+      )
     )
-    return jnp.where(mask[:, None, None], products * head_dim**-0.5, lowest)
+    rows = jnp.repeat(mask, batch // mask.shape[0], axis=0)[:, :, None, None]
+    return jnp.where(rows, products * head_dim**-0.5, lowest)
 
   weights = jax.nn.softmax(
     jnp.concatenate([scores(key, mask) for key, _, mask in ranges], axis=-1),
@@ -248,7 +272,13 @@ def attend_ranges(
   )
   ends = np.cumsum([key.shape[2] for key, _, _ in ranges])[:-1]
   out = sum(
-    jnp.einsum("bmgts,bmsh->btmgh", part.astype(value.dtype), value)
+    apart(
+      jnp.einsum(
+        "qmxs,qmsh->qmxh",
+        shared(part.astype(value.dtype), value.shape[0]),
+        value,
+      )
+    )
     for part, (_, value, _) in zip(
       jnp.split(weights, ends, axis=-1), ranges, strict=True
     )

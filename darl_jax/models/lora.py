@@ -118,7 +118,9 @@ def _split(params: Params) -> tuple[Params, Params]:
 
 
 def join(trained: Params, frozen: Params) -> Params:
-  """What ``split`` took apart."""
+  """What ``split`` took apart; layers may be stacked or a dict each."""
+  if isinstance(trained, tuple):
+    return tuple(map(join, trained, frozen))
   joined = dict(frozen)
   for name, value in trained.items():
     inside = joined.get(name)

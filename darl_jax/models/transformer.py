@@ -11,7 +11,7 @@ maps those names to mesh axes.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from darl_jax.config import ModelConfig
 from darl_jax.kernels.partition import Partition
 from darl_jax.models import attention, experts, lora, parameters
-from darl_jax.models.kv_cache import KVCache, Tail
+from darl_jax.models.kv_cache import Layers, Span, Tail
 from darl_jax.models.parameters import Parameter
 from darl_jax.types import Params
 
@@ -346,7 +346,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """Token ids in, final hidden states out."""
+  """All parameters of the model; ``Policy`` computes with them."""
 
   def __init__(self, config: ModelConfig, *, vocab_size: int, rngs: nnx.Rngs):
     self.config = config
@@ -365,70 +365,6 @@ class Transformer(nnx.Module):
     if not config.tie_embeddings:
       self.unembedding = table()
 
-  def __call__(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    attend: Callable[..., tuple[jax.Array, Any, Any]],
-    carry: Any,
-    *,
-    dtype: jnp.dtype,
-    partition: Partition | None,
-    remat: str = "none",
-  ) -> tuple[jax.Array, Any, Any]:
-    """All layers in turn.
-
-    Args:
-      tokens: int32 [B, T].
-      positions: int32 [B, T].
-      attend: Called with queries, keys and values of a layer, the carry and
-        the layer's number; returns the attended values, the carry, and
-        anything to stack over layers.
-      carry: Handed from layer to layer.
-      dtype: Of the activations.
-      partition: Pins every activation to its rows.
-      remat: What a backward pass computes again, as in ``ModelConfig``.
-
-    Returns:
-      Hidden states [B, T, D], the carry, and the stack.
-    """
-
-    def pinned(x: jax.Array) -> jax.Array:
-      """Activations stay cut along rows, so that weights move instead."""
-      if partition is None:
-        return x
-      return jax.lax.with_sharding_constraint(
-        x, NamedSharding(partition.mesh, partition.row_spec)
-      )
-
-    x = pinned(self.embedding[...][tokens].astype(dtype))
-    graphdef, stacked = nnx.split(self.layers)
-
-    def layer(x_carry, per_layer):
-      x, carry = x_carry
-      params, index = per_layer
-
-      def attend_here(query, key, value):
-        out, *kept = attend(query, key, value, carry, index)
-        return out, kept
-
-      block = nnx.merge(graphdef, params)
-      x, (new_carry, stack) = block(x, positions, attend_here, partition)
-      return (pinned(x), new_carry), stack
-
-    num_layers = self.config.num_layers
-    (x, carry), stack = jax.lax.scan(
-      _rematerialised(layer, remat),
-      (x, carry),
-      (stacked, jnp.arange(num_layers)),
-      unroll=num_layers <= _UNROLLED_LAYERS,
-    )
-    return (
-      rms_norm(x, self.final_norm[...], eps=self.config.norm_eps),
-      carry,
-      stack,
-    )
-
 
 def _rematerialised(layer: Callable, remat: str) -> Callable:
   """``layer``, whose backward pass computes again what ``remat`` says."""
@@ -444,13 +380,21 @@ def _rematerialised(layer: Callable, remat: str) -> Callable:
 
 
 class Policy:
-  """A transformer as pure functions of a nested dict of parameters."""
+  """A transformer as pure functions of a nested dict of parameters.
+
+  Where a function takes parameters, their layers may be stacked along a leading
+  axis, as ``init`` makes them, and are then scanned; or be apart, as
+  ``unstacked`` returns them, and are then unrolled.
+  """
 
   def __init__(self, config: ModelConfig, *, vocab_size: int):
     self.config = config
     self.vocab_size = vocab_size
     abstract = nnx.eval_shape(lambda: self._make(jax.random.key(0)))
-    self._graphdef, self._state = nnx.split(abstract)
+    self._state = nnx.state(abstract)
+    self._block = nnx.split(
+      nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(params=0)))
+    )
 
   def _make(self, key: jax.Array) -> Transformer:
     rngs = nnx.Rngs(params=key)
@@ -471,6 +415,19 @@ class Policy:
       stacked = ("layer",) if path[0] == "layers" else ()
       axes[path] = stacked + variable.get_metadata("axes")
     return nnx.traversals.unflatten_mapping(axes)
+
+  def unstacked(self, params: Params) -> Params:
+    """The same parameters, with a dict of its own for each layer.
+
+    Args:
+      params: Arrays, or anything that ``[i]`` takes a layer out of.
+    """
+
+    def layer(index: int) -> Params:
+      return jax.tree.map(lambda leaf: leaf[index], params["layers"])
+
+    layers = tuple(map(layer, range(self.config.num_layers)))
+    return {**params, "layers": layers}
 
   def hidden(
     self,
@@ -500,7 +457,8 @@ class Policy:
       )
       return out, carry, None
 
-    return self._merge(params)(
+    return self._forward(
+      params,
       tokens,
       positions,
       attend,
@@ -510,105 +468,189 @@ class Policy:
       remat=self.config.remat,
     )[0]
 
-  def prefill(
+  def read(
     self,
     params: Params,
     tokens: jax.Array,
-    first: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
     *,
     dtype: jnp.dtype,
+    context: Span | None = None,
     partition: Partition | None = None,
-  ) -> tuple[jax.Array, KVCache]:
-    """Reads whole prompts.
+  ) -> tuple[jax.Array, Layers, Layers]:
+    """Reads packed rows for what attention will want of them.
 
     Args:
-      params: As from ``init``.
-      tokens: int32 [B, T], padded on the left.
-      first: int32 [B], the first token of each row that is not padding.
-      dtype: Of activations and cache.
+      params: Stacked or not.
+      tokens: int32 [B, T].
+      positions: int32 [B, T], counted from where each sequence starts.
+      segment_ids: int32 [B, T]; 0 pads. With a context, each row continues one
+        sequence: its only segment.
+      dtype: Of activations, keys and values.
+      context: What comes before the tokens, an entry for each row.
       partition: How rows and heads are cut; None for whole arrays.
 
     Returns:
-      Hidden states [B, T, D], and a cache that is full: ``kv_cache.grow``
-      makes room for more.
+      Hidden states [B, T, D], and layers of keys (rotated) and values
+      [B, M, T, H].
     """
-    slots = jnp.arange(tokens.shape[1])
-    real = slots[None, :] >= first[:, None]
 
-    def attend(query, key, value, carry, _):
-      out = attention.attend_packed(
-        query, key, value, real.astype(jnp.int32), partition=partition
-      )
+    def attend(query, key, value, carry, layer):
+      if context is None:
+        out = attention.attend_packed(
+          query, key, value, segment_ids, partition=partition
+        )
+      else:
+        mask = attention.packed_mask(segment_ids)
+        own = (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), mask)
+        before = _part(context, layer, tokens.shape[1])
+        out = attention.attend_ranges(query, (before, own))
       heads_first = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), (key, value))
       return out, carry, heads_first
 
-    hidden, _, (keys, values) = self._merge(params)(
+    hidden, _, (keys, values) = self._forward(
+      params,
       tokens,
-      jnp.maximum(slots[None, :] - first[:, None], 0),
+      positions,
       attend,
       None,
       dtype=dtype,
       partition=partition,
     )
-    length = jnp.int32(tokens.shape[1])
-    return hidden, KVCache(keys, values, first, length)
+    return hidden, keys, values
 
   def extend(
     self,
     params: Params,
     tokens: jax.Array,
+    positions: jax.Array,
+    spans: Sequence[Span],
     tail: Tail,
     *,
     partition: Partition | None = None,
   ) -> tuple[jax.Array, Tail]:
-    """Appends tokens to a cache's tail.
+    """Appends tokens to a tail.
 
     Args:
-      params: As from ``init``; activations take the cache's dtype.
+      params: Stacked or not, as are spans and tail; activations take the
+        tail's dtype.
       tokens: int32 [B, T], for which the tail must have room.
-      tail: Of rows whose padding, if any, is on the left.
+      positions: int32 [B, T].
+      spans: What comes before the tail, in any order.
+      tail: What earlier calls appended.
       partition: How rows are cut; None for whole arrays.
 
     Returns:
       Hidden states [B, T, D], and the longer tail.
     """
-    num_tokens, cache = tokens.shape[1], tail.cache
-    slots = cache.length + tail.length + jnp.arange(num_tokens)
-    positions = jnp.maximum(slots[None, :] - cache.first[:, None], 0)
-    before = jnp.broadcast_to(
-      cache.mask()[:, None],
-      (*tokens.shape, cache.keys.shape[3]),
-    )
+    num_tokens = tokens.shape[1]
     among = tail.mask(num_tokens)
 
     def attend(query, key, value, carry, layer):
-      keys, values = carry
-      written = dataclasses.replace(tail, keys=keys, values=values).write(
+      written = dataclasses.replace(tail, keys=carry[0], values=carry[1]).write(
         layer, key, value
       )
-      ranges = (
-        (cache.keys[layer], cache.values[layer], before),
-        (written.keys[layer], written.values[layer], among),
-      )
+      mask = jnp.broadcast_to(among[None], (len(tokens), *among.shape))
+      ranges = [_part(span, layer, num_tokens) for span in spans]
+      ranges.append((written.keys[layer], written.values[layer], mask))
       out = attention.attend_ranges(query, ranges)
       return out, (written.keys, written.values), None
 
-    hidden, (keys, values), _ = self._merge(params)(
+    hidden, (keys, values), _ = self._forward(
+      params,
       tokens,
       positions,
       attend,
       (tail.keys, tail.values),
-      dtype=cache.keys.dtype,
+      dtype=tail.keys[0].dtype,
       partition=partition,
     )
-    return hidden, Tail(cache, keys, values, tail.length + num_tokens)
+    return hidden, Tail(keys, values, tail.length + num_tokens)
 
   def unembedding(self, params: Params) -> jax.Array:
     """[V, D], the embedding itself where tied."""
     tied = self.config.tie_embeddings
     return params["embedding" if tied else "unembedding"]
 
-  def _merge(self, params: Params) -> Transformer:
-    state = jax.tree.map(lambda leaf: leaf, self._state)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(self._graphdef, state)
+  def _forward(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any, Any]],
+    carry: Any,
+    *,
+    dtype: jnp.dtype,
+    partition: Partition | None,
+    remat: str = "none",
+  ) -> tuple[jax.Array, Any, Any]:
+    """All layers in turn.
+
+    Args:
+      params: Stacked or not.
+      tokens: int32 [B, T].
+      positions: int32 [B, T].
+      attend: Called with queries, keys and values of a layer, the carry and
+        the layer's number; returns the attended values, the carry, and
+        anything to keep for each layer.
+      carry: Handed from layer to layer.
+      dtype: Of the activations.
+      partition: Pins every activation to its rows.
+      remat: What a backward pass computes again, as in ``ModelConfig``.
+
+    Returns:
+      Hidden states [B, T, D], the carry, and what was kept: stacked, or a
+      tuple for each array of what ``attend`` keeps.
+    """
+
+    def pinned(x: jax.Array) -> jax.Array:
+      """Activations stay cut along rows, so that weights move instead."""
+      if partition is None:
+        return x
+      return jax.lax.with_sharding_constraint(
+        x, NamedSharding(partition.mesh, partition.row_spec)
+      )
+
+    def layer(x_carry, per_layer):
+      x, carry = x_carry
+      layer_params, index = per_layer
+
+      def attend_here(query, key, value):
+        out, *kept = attend(query, key, value, carry, index)
+        return out, kept
+
+      graphdef, state = self._block
+      state = jax.tree.map(lambda leaf: leaf, state)
+      nnx.replace_by_pure_dict(state, layer_params)
+      block = nnx.merge(graphdef, state)
+      x, (new_carry, kept) = block(x, positions, attend_here, partition)
+      return (pinned(x), new_carry), kept
+
+    x = pinned(params["embedding"][tokens].astype(dtype))
+    layers, num_layers = params["layers"], self.config.num_layers
+    layer = _rematerialised(layer, remat)
+    if isinstance(layers, tuple):
+      each = []
+      for index in range(num_layers):
+        (x, carry), kept = layer((x, carry), (layers[index], index))
+        each.append(kept)
+      kept = jax.tree.map(lambda *parts: parts, *each)
+    else:
+      (x, carry), kept = jax.lax.scan(
+        layer,
+        (x, carry),
+        (layers, jnp.arange(num_layers)),
+        unroll=num_layers <= _UNROLLED_LAYERS,
+      )
+    final = params["final_norm"]
+    return rms_norm(x, final, eps=self.config.norm_eps), carry, kept
+
+
+def _part(
+  span: Span, layer: jax.Array | int, num_tokens: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """One layer of a span, as ``attention.attend_ranges`` takes it."""
+  shape = (len(span.mask), num_tokens, span.mask.shape[1])
+  mask = jnp.broadcast_to(span.mask[:, None], shape)
+  return span.keys[layer], span.values[layer], mask

@@ -16,6 +16,7 @@ from darl_jax.models.transformer import Policy
 from darl_jax.planner import chips, programs, suggestions, topology
 from darl_jax.planner.programs import Program
 from darl_jax.rollout.engine import Engine
+from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes, rules
 from darl_jax.types import Params
 
@@ -170,7 +171,8 @@ def _compile(
   split = meshes.split_devices(config.mesh, topology.devices(topology_name))
   policy = Policy(config.model, vocab_size=vocab_size)
   lower, mesh_name, resident = _lowerings(config, policy, split)[name]
-  tokens, model_flops = _work(config, vocab_size)[name]
+  read = _engine(config, policy, split).prefill_tokens
+  tokens, model_flops = _work(config, vocab_size, read=read)[name]
   return programs.compile_program(
     lower,
     name=name,
@@ -200,28 +202,8 @@ def _lowerings(
     num_steps=config.num_steps,
     publish_dtype=dtype,
   )
-  engine = Engine(
-    policy,
-    config.rollout,
-    mesh=split.rollout,
-    max_prompt_tokens=config.prompts.max_tokens,
-    stop_ids=(0,),  # Which tokens these are changes no shape.
-    pad_id=0,
-    seed=config.seed,
-  )
-  shardings = rules.param_shardings(
-    policy.logical_axes,
-    learner.param_shapes,
-    mesh=split.rollout,
-    rules=rules.ROLLOUT_RULES,
-  )
-  snapshot = jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(
-      leaf.shape, dtype, sharding=sharding
-    ),
-    learner.param_shapes,
-    shardings,
-  )
+  engine = _engine(config, policy, split)
+  placement = Placement(policy, mesh=split.rollout, dtype=dtype)
   param_bytes = _param_bytes(config, policy, split)
   # The optimizer's moments stay while other programs of the learner run, and a
   # new snapshot arrives while the sampler still holds the one before.
@@ -236,9 +218,21 @@ def _lowerings(
     name: (lower, "train", beside.get(name, 0.0))
     for name, lower in learner.programs().items()
   }
-  for name, lower in engine.programs(snapshot).items():
+  for name, lower in engine.programs(placement.abstract()).items():
     lowerings[name] = (lower, "rollout", param_bytes["snapshot"])
   return lowerings
+
+
+def _engine(config: RunConfig, policy: Policy, split: meshes.Meshes) -> Engine:
+  return Engine(
+    policy,
+    config.rollout,
+    mesh=split.rollout,
+    max_prompt_tokens=config.prompts.max_tokens,
+    stop_ids=(0,),  # Which tokens these are changes no shape.
+    pad_id=0,
+    seed=config.seed,
+  )
 
 
 def _param_bytes(
@@ -297,7 +291,7 @@ def matmul_parameters(model: ModelConfig, vocab_size: int) -> tuple[int, int]:
 
 
 def _work(
-  config: RunConfig, vocab_size: int
+  config: RunConfig, vocab_size: int, *, read: int
 ) -> Mapping[str, tuple[float, float]]:
   """By program: tokens, and FLOPs of the model on them.
 
@@ -305,7 +299,7 @@ def _work(
   query head, its width and position that the token sees; three times that with
   the backward pass, and twice where the matrices are frozen. A packed row's
   trajectories are taken to be of the greatest length, and to see half of it on
-  average.
+  average. ``read`` are the tokens of a prefill dispatch.
   """
   model, rollout, learner = config.model, config.rollout, config.learner
   layers, output = matmul_parameters(model, vocab_size)
@@ -315,18 +309,13 @@ def _work(
   trained = learner.rows * learner.row_tokens
   passes = 2 if model.lora_rank else 3
   scored = learner.score_rows * learner.row_tokens
-  read = rollout.prompts_per_batch * prompt
-  sequences = rollout.prompts_per_batch * rollout.samples_per_prompt
-  sampled = sequences * rollout.chunk_tokens
+  sampled = rollout.num_slots * rollout.chunk_tokens
   by_token = 2 * (layers + output) + seen * (prompt + response / 2)
   return {
     "score": (scored, scored * forward),
     "train_step": (trained, passes * trained * forward),
     "publish": (0.0, 0.0),
-    "prefill": (
-      read,
-      read * (2 * layers + seen * prompt / 2) + sequences * 2 * output,
-    ),
+    "prefill": (read, read * (2 * layers + seen * prompt / 2)),
     "decode": (sampled, sampled * by_token),
   }
 
@@ -358,10 +347,12 @@ def _whole(
   prefill, decode = (_seconds(by_name[name]) for name in ("prefill", "decode"))
   generation = None
   if prefill is not None and decode is not None:
-    chunks = -(-(rollout.max_response_tokens - 1) // rollout.chunk_tokens)
-    batch = rollout.prompts_per_batch * rollout.samples_per_prompt
-    batches = _trained_per_step(config) / batch
-    generation = batches * (prefill + chunks * decode)
+    # Slots are full, since samples enter as others leave.
+    samples = _trained_per_step(config)
+    prompts = samples / rollout.samples_per_prompt
+    reads = prompts * config.prompts.max_tokens / by_name["prefill"].tokens
+    sampled = samples * rollout.max_response_tokens
+    generation = reads * prefill + sampled / by_name["decode"].tokens * decode
   train, score = (_seconds(by_name[name]) for name in ("train_step", "score"))
   step = None
   if train is not None and score is not None:

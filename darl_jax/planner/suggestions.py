@@ -186,13 +186,13 @@ def _rollout(
   fixed = min(fixed, program.total)
   moving = program.total - fixed
   room = chip.hbm_bytes - fixed
-  prompts = rollout.prompts_per_batch
-  fitting = int(prompts * room / moving) if moving > 0 else 0
+  slots = rollout.num_slots
+  fitting = int(slots * room / moving) if moving > 0 else 0
   fitting = fitting // mesh.data * mesh.data
-  if 0 < fitting < prompts:
+  if 0 < fitting < slots:
     yield (
-      f"rollout.prompts_per_batch={fitting} (of {prompts}): about "
-      f"{(fixed + moving * fitting / prompts) / _GIB:.1f} GiB."
+      f"rollout.slots={fitting} (of {slots}): about "
+      f"{(fixed + moving * fitting / slots) / _GIB:.1f} GiB."
     )
   factor = 2
   while program.total / factor > chip.hbm_bytes:

@@ -4,12 +4,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from darl_jax.rollout.engine import Engine, GenerateStats
+from darl_jax.rollout.engine import Engine, EngineStats
 from darl_jax.types import PolicySnapshot, Prompt, TrajectoryGroup
 
 
 class _Stopped(Exception):
-  """The run ended while a batch was being generated."""
+  """The run ended while groups were being generated."""
 
 
 class Actor:
@@ -32,7 +32,7 @@ class Actor:
     """Starts nothing yet.
 
     Args:
-      engine: Generates one batch at a time.
+      engine: Generates; nobody else uses it.
       prompts: Batches of prompts, without end.
       exclusive: Held while generating. Whoever else runs programs on the
         rollout mesh holds it too: devices that meet programs with collectives
@@ -53,8 +53,7 @@ class Actor:
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._run, name="actor", daemon=True)
     self._lock = threading.Lock()
-    self._drawn = self._delivered = self._tokens = self._swaps = 0
-    self._seconds = 0.0
+    self._drawn = self._delivered = 0
 
   def start(self) -> None:
     self._thread.start()
@@ -62,7 +61,7 @@ class Actor:
   def stop(self, timeout_s: float = 8.0) -> None:
     """Ends the thread after the chunk that it is decoding.
 
-    The batch in flight is given up: its prompts stay counted as in flight.
+    Groups in flight are given up: their prompts stay counted as in flight.
 
     Raises:
       TimeoutError: It is still generating after ``timeout_s``.
@@ -76,38 +75,48 @@ class Actor:
         "stop"
       )
 
-  def generate(self) -> GenerateStats:
+  def generate(self) -> EngineStats:
     """One batch, in the calling thread: the whole stage when synchronous."""
-    prompts = next(self._prompts)
-    with self._lock:
-      first_group_id = self._drawn
-      self._drawn += len(prompts)
+    first_group_id, prompts = self._draw()
     with self._exclusive:
       groups, stats = self._engine.generate(
         prompts, first_group_id=first_group_id, fetch=self._fetch_unless_stopped
       )
-    self._deliver(groups)
-    with self._lock:
-      self._delivered += len(groups)
-      self._tokens += stats.tokens
-      self._swaps += stats.swaps
-      self._seconds += stats.seconds
+    self._hand_on(groups)
     return stats
 
   def compiles(self) -> dict[str, int]:
     """How often each program of the sampler was compiled."""
-    return self._engine.decoder.compiles()
+    return self._engine.compiles()
 
   def metrics(self) -> dict[str, float]:
     """Counts since the start; prompts in flight are drawn, not delivered."""
+    stats = self._engine.stats
     with self._lock:
       return {
         "rollout/prompts_drawn": self._drawn,
         "rollout/prompts_in_flight": self._drawn - self._delivered,
-        "rollout/tokens": self._tokens,
-        "rollout/swaps": self._swaps,
-        "rollout/seconds": self._seconds,
+        "rollout/tokens": stats.tokens,
+        "rollout/aborted_tokens": stats.aborted_tokens,
+        "rollout/slot_occupancy": stats.slot_occupancy,
+        "rollout/prefix_hits": stats.prefix_hits,
+        "rollout/preemptions": stats.preemptions,
+        "rollout/swaps": stats.swaps,
+        "rollout/seconds": stats.seconds,
       }
+
+  def _draw(self) -> tuple[int, Sequence[Prompt]]:
+    """The next batch of prompts, and the number of its first group."""
+    prompts = next(self._prompts)
+    with self._lock:
+      first_group_id = self._drawn
+      self._drawn += len(prompts)
+    return first_group_id, prompts
+
+  def _hand_on(self, groups: Sequence[TrajectoryGroup]) -> None:
+    self._deliver(groups)
+    with self._lock:
+      self._delivered += len(groups)
 
   def _fetch_unless_stopped(self) -> PolicySnapshot:
     if self._stop.is_set():
@@ -115,12 +124,24 @@ class Actor:
     return self._fetch()
 
   def _run(self) -> None:
+    engine = self._engine
     try:
-      size = self._engine.config.prompts_per_batch
       while not self._stop.is_set():
-        if self._reserve(size, 0.1):
-          self.generate()
+        # Waits for room only where there is nothing to do meanwhile.
+        patience = 0.0 if engine.pending else 0.1
+        size = engine.config.prompts_per_batch
+        if engine.free_slots and self._reserve(size, patience):
+          first_group_id, prompts = self._draw()
+          for index, prompt in enumerate(prompts):
+            engine.submit(prompt, first_group_id + index)
+        if engine.pending:
+          with self._exclusive:
+            groups = engine.step(self._fetch_unless_stopped())
+          if groups:
+            self._hand_on(groups)
     except _Stopped:
       pass  # Asked for.
     except BaseException as error:  # Whoever waits for us must see it.
       self._fail(error)
+    finally:
+      engine.give_up()

@@ -1,18 +1,28 @@
-"""Generates groups of responses for batches of prompts of one static shape."""
+"""The sampling engine: continuous batching over a paged cache.
+
+Samples decode in a fixed number of slots. Between two chunks of tokens those
+that have ended leave and waiting ones enter, new weights are taken up, and
+pages are given out; shapes stay the same, so that each program compiles once
+for each width of its page tables.
+"""
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from darl_jax.config import RolloutConfig
+from darl_jax.config import ConfigError, RolloutConfig
 from darl_jax.models.transformer import Policy
-from darl_jax.rollout.decode import Decoder, SampledTokens
+from darl_jax.rollout.decode import Chunk, Decoder, Pages, Rows, request_keys
+from darl_jax.rollout.pages import PagePool
+from darl_jax.rollout.placement import unstacked_on
+from darl_jax.rollout.sampling import Sampled, Sampling
+from darl_jax.rollout.schedule import Group, Prefix, Sample, Schedule
 from darl_jax.sharding import rules
 from darl_jax.types import (
   Finish,
@@ -23,25 +33,77 @@ from darl_jax.types import (
   TrajectoryGroup,
 )
 
+# Of JAX's default generator.
+_KEY_WORDS = 2
 # Folded into the run's seed: the parameters start from the bare one.
 _SAMPLING_STREAM = 1
+# Rows of prefill are at least as long: several short prompts share one.
+_MIN_ROW_TOKENS = 256
+# Page tables of decode have at most so many widths, each half of the next.
+_MAX_WIDTHS = 3
+_MIN_WIDTH = 4
+# Samples of a prompt attend to it together from so many tokens on. Below, it
+# costs more to arrange the queries than to read its keys for each of them.
+_SHARED_TOKENS = 128
+# Tokens found in the cache are used from so many on: what follows them takes a
+# row of prefill for itself, where short prompts share one.
+_LEAST_MATCH = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateStats:
-  """Of one batch: sampled tokens kept, seconds, and weight swaps on the way."""
+class EngineStats:
+  """Counts since the engine was made; differences of two say what was between.
 
-  tokens: int
-  seconds: float
-  swaps: int
+  Attributes:
+    tokens: Sampled and delivered.
+    aborted_tokens: Sampled by samples that were given up.
+    aborted: Samples given up, with their group or since enough others of it
+      had ended before.
+    slot_tokens: Tokens that all slots could have sampled.
+    prefill_tokens: Read, padding apart.
+    prefix_hits: Tokens that were found in the cache instead.
+    preemptions: Samples that lost their pages to others.
+    swaps: Weights taken up while samples were running.
+    chunks: Decode dispatches.
+    seconds: Spent generating.
+  """
+
+  tokens: int = 0
+  aborted_tokens: int = 0
+  aborted: int = 0
+  slot_tokens: int = 0
+  prefill_tokens: int = 0
+  prefix_hits: int = 0
+  preemptions: int = 0
+  swaps: int = 0
+  chunks: int = 0
+  seconds: float = 0.0
+
+  def plus(self, **counts: float) -> "EngineStats":
+    """With these added."""
+    values = {name: getattr(self, name) + n for name, n in counts.items()}
+    return dataclasses.replace(self, **values)
+
+  def since(self, start: "EngineStats") -> "EngineStats":
+    """What was counted after ``start``."""
+    return EngineStats(
+      **{
+        field.name: getattr(self, field.name) - getattr(start, field.name)
+        for field in dataclasses.fields(self)
+      }
+    )
+
+  @property
+  def slot_occupancy(self) -> float:
+    """Share of the slots' tokens that were delivered."""
+    return self.tokens / self.slot_tokens if self.slot_tokens else 0.0
 
 
 class Engine:
   """Prompts and snapshots in, trajectory groups out.
 
-  Every batch has the same shape, so that each program compiles once: fewer
-  prompts than ``prompts_per_batch`` are padded with copies of the first, and
-  the copies' responses are discarded.
+  ``submit`` queues prompts and ``step`` does a round of work, for a thread that
+  never stops; ``generate`` and ``stream`` do both. One thread at a time.
   """
 
   def __init__(
@@ -54,37 +116,188 @@ class Engine:
     stop_ids: tuple[int, ...],
     pad_id: int,
     seed: int,
+    sampling: Sampling | None = None,
   ):
-    """Compiles nothing yet.
+    """Compiles nothing yet, and allocates nothing.
 
     Args:
       policy: Whose parameters the snapshots hold.
-      config: Shapes of a batch; temperature 0 is greedy.
+      config: Slots, pages, and how new weights are taken up.
       mesh: The rollout mesh.
-      max_prompt_tokens: P, to which prompts are padded on the left.
+      max_prompt_tokens: P.
       stop_ids: Tokens that end a response; the first one sampled is kept.
       pad_id: Fills what nobody reads.
       seed: Of the sampling keys; a request's tokens follow from seed, group
         and sample alone.
+      sampling: How tokens are drawn; None draws at ``config.temperature``.
+
+    Raises:
+      ConfigError: The cache has no room for the longest sample.
     """
     self.config = config
-    self._max_prompt_tokens = max_prompt_tokens
-    self._stop_ids = stop_ids
-    self._pad_id = pad_id
-    self._rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
+    self._policy = policy
     self._mesh = mesh
+    self._replicas = mesh.shape["data"]
+    self._max_prompt_tokens = max_prompt_tokens
+    self._stop_ids = frozenset(stop_ids)
+    self._pad_id = pad_id
     self._seed = seed
-    self.decoder = Decoder(
+    self._page = config.chunk_tokens
+    self._decoder = Decoder(
       policy,
-      samples_per_prompt=config.samples_per_prompt,
-      max_response_tokens=config.max_response_tokens,
-      chunk_tokens=config.chunk_tokens,
-      temperature=config.temperature,
-      stop_ids=stop_ids,
-      pad_id=pad_id,
+      sampling=sampling or Sampling(temperature=config.temperature),
+      page_tokens=self._page,
       dtype=jnp.dtype(config.dtype),
+      unstacked=unstacked_on(mesh),
       mesh=mesh,
     )
+    self._slots = -(-config.num_slots // self._replicas)
+    longest = max_prompt_tokens + config.max_response_tokens
+    self._prompt_pages = self._pages_of(max_prompt_tokens - 1)
+    samples = config.samples_begun
+    self._may_share = (
+      samples > 1
+      and self._slots % samples == 0
+      and self._prompt_pages * self._page >= _SHARED_TOKENS
+    )
+    self._widths = _widths(
+      # A sample that lost its pages has a prefix that ends anywhere.
+      self._pages_of(longest) + 1
+    )
+    self._num_pages = self._count_pages(longest)
+    self._schedules = [
+      Schedule(
+        slots=self._slots,
+        pool=PagePool(self._num_pages, self._page),
+        least_match=_LEAST_MATCH,
+      )
+      for _ in range(self._replicas)
+    ]
+    self._groups: dict[int, tuple[Group, Schedule]] = {}
+    self._pages: Pages | None = None
+    self._snapshot: PolicySnapshot | None = None
+    self._epoch = 0
+    # A piece of a row begins at a page's first slot.
+    self._row_tokens = self._page * self._pages_of(
+      max(max_prompt_tokens - 1, min(_MIN_ROW_TOKENS, config.prefill_tokens))
+    )
+    self._prefill_rows = max(1, config.prefill_tokens // self._row_tokens)
+    self._rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
+    self._root = jax.random.fold_in(jax.random.key(seed), _SAMPLING_STREAM)
+    self._request_keys = jax.jit(lambda ids: request_keys(self._root, ids))
+    self.stats = EngineStats()
+
+  # ------------------------------------------------------------------ requests
+
+  @property
+  def pending(self) -> int:
+    """Groups that were submitted and not delivered."""
+    return len(self._groups)
+
+  @property
+  def free_slots(self) -> int:
+    """Slots that nothing runs in or waits for."""
+    return sum(max(self._slots - s.load, 0) for s in self._schedules)
+
+  def submit(
+    self, prompt: Prompt, group_id: int, *, max_tokens: int | None = None
+  ) -> None:
+    """Queues the samples of a prompt.
+
+    Args:
+      prompt: At most P tokens.
+      group_id: Unlike those of all groups that are pending.
+      max_tokens: Of each response; the config's by default, which is the most.
+
+    Raises:
+      ValueError: The prompt is empty, too long or not a row of int32, or the
+        number is taken.
+    """
+    length, limit = len(prompt.tokens), self.config.max_response_tokens
+    if prompt.tokens.dtype != np.int32 or prompt.tokens.ndim != 1:
+      raise ValueError(
+        f"prompt {prompt.id} is {prompt.tokens.dtype}"
+        f"{list(prompt.tokens.shape)} and not a row of int32"
+      )
+    if length == 0:
+      raise ValueError(
+        f"prompt {prompt.id} has no tokens: nothing predicts its response"
+      )
+    if length > self._max_prompt_tokens:
+      raise ValueError(
+        f"prompt {prompt.id} has {length} tokens, more than the "
+        f"{self._max_prompt_tokens} that the cache has room for"
+      )
+    if group_id in self._groups:
+      raise ValueError(f"group {group_id} is pending already")
+    if max_tokens is not None and not 1 <= max_tokens <= limit:
+      raise ValueError(
+        f"max_tokens = {max_tokens} is not between 1 and "
+        f"rollout.max_response_tokens = {limit}"
+      )
+    wanted, begun = self.config.samples_per_prompt, self.config.samples_begun
+    group = Group(group_id, prompt, wanted, max_tokens or limit)
+    ids = np.stack([np.full(begun, group_id), np.arange(begun)], axis=1)
+    keys = np.asarray(self._request_keys(ids.astype(np.int32)))
+    group.samples = [Sample(group, i, key) for i, key in enumerate(keys)]
+    schedule = min(self._schedules, key=lambda schedule: schedule.load)
+    schedule.submit(group)
+    self._groups[group_id] = group, schedule
+
+  def step(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
+    """A round: weights, admission, prefill, one chunk of tokens.
+
+    Args:
+      snapshot: The newest, placed as ``Placement`` does. Its tokens bear its
+        version; with ``update = "drain"`` it waits for running samples.
+
+    Returns:
+      Groups that are complete now.
+
+    Raises:
+      BaseException: What interrupts it, or what the devices report: then all
+        groups are given up.
+    """
+    start = time.monotonic()
+    try:
+      done = self._round(snapshot)
+    except BaseException:
+      self.give_up()
+      # They may be donated already, or half written.
+      self._pages = self._snapshot = None
+      raise
+    self.stats = dataclasses.replace(
+      self.stats,
+      seconds=self.stats.seconds + time.monotonic() - start,
+      prefix_hits=sum(schedule.hits for schedule in self._schedules),
+      preemptions=sum(schedule.preemptions for schedule in self._schedules),
+    )
+    return done
+
+  def stream(
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    first_group_id: int,
+    fetch: Callable[[], PolicySnapshot],
+  ) -> Iterator[TrajectoryGroup]:
+    """Answers prompts and yields each group when its last sample has ended.
+
+    Args:
+      prompts: Any number.
+      first_group_id: Groups are numbered from here, in the prompts' order.
+      fetch: The newest snapshot, placed; asked before every chunk.
+
+    Raises:
+      ValueError: As ``submit`` does, before anything is generated.
+    """
+    try:
+      for index, prompt in enumerate(prompts):
+        self.submit(prompt, first_group_id + index)
+      while self.pending:
+        yield from self.step(fetch())
+    finally:
+      self.give_up()
 
   def generate(
     self,
@@ -92,48 +305,284 @@ class Engine:
     *,
     first_group_id: int,
     fetch: Callable[[], PolicySnapshot],
-  ) -> tuple[list[TrajectoryGroup], GenerateStats]:
-    """Answers each prompt G times.
+  ) -> tuple[list[TrajectoryGroup], EngineStats]:
+    """As ``stream``; all groups in the prompts' order, and what it took."""
+    before = self.stats
+    groups = self.stream(prompts, first_group_id=first_group_id, fetch=fetch)
+    ordered = sorted(groups, key=lambda group: group.group_id)
+    return ordered, self.stats.since(before)
 
-    Args:
-      prompts: At most ``prompts_per_batch``.
-      first_group_id: Groups are numbered from here, in the prompts' order.
-      fetch: The newest snapshot on the rollout mesh; asked before every
-        dispatch, so that new weights are taken up between decode chunks and
-        stamp the tokens that follow. The cache of earlier tokens is kept.
+  def give_up(self) -> None:
+    """Forgets all groups that are pending."""
+    for group, _ in tuple(self._groups.values()):
+      self._forget(group)
+      self._count_aborted(group.samples)
 
-    Returns:
-      Unverified groups in the prompts' order, and statistics.
+  def _forget(self, group: Group) -> None:
+    _, schedule = self._groups.pop(group.group_id)
+    schedule.give_up(group)
 
-    Raises:
-      ValueError: No prompt or too many, or one that is empty or longer than the
-        cache.
-    """
-    start = time.monotonic()
-    snapshot = fetch()
-    state, sampled = self.decoder.prefill(
-      snapshot.params, *self._inputs(prompts, first_group_id), self._root
+  def _count_aborted(self, samples: Sequence[Sample]) -> None:
+    self.stats = self.stats.plus(
+      aborted=len(samples),
+      aborted_tokens=sum(len(sample.tokens) for sample in samples),
     )
-    chunks, versions, swaps = [sampled], [snapshot.version], 0
-    for _ in range(self.decoder.num_chunks):
-      if np.all(state.ended):
-        break
-      newest = fetch()
-      swaps += newest.version != snapshot.version
-      snapshot = newest
-      state, sampled = self.decoder.decode(snapshot.params, state)
-      chunks.append(sampled)
-      versions.append(snapshot.version)
-    groups, tokens = self._groups(prompts, first_group_id, chunks, versions)
-    return groups, GenerateStats(tokens, time.monotonic() - start, swaps)
 
-  @functools.cached_property
-  def _root(self) -> jax.Array:
-    """The run's sampling key, on the rollout mesh."""
-    return jax.device_put(
-      jax.random.fold_in(jax.random.key(self._seed), _SAMPLING_STREAM),
-      rules.replicated(self._mesh),
+  # ------------------------------------------------------------------- a round
+
+  def _round(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
+    if self._pages is None:
+      self._pages = self._decoder.empty_pages(self._num_pages)
+    draining = not self._take_up(snapshot)
+    self._read(
+      [s.admit(self._epoch, only_begun=draining) for s in self._schedules]
     )
+    reserved = [schedule.reserve() for schedule in self._schedules]
+    if not any(reserved):
+      return []
+    rows, chunk = self._chunk(reserved)
+    self._pages, sampled = self._decoder.decode(
+      self._snapshot.params, self._pages, self._on_mesh(chunk)
+    )
+    return self._collect(rows, jax.tree.map(np.asarray, sampled))
+
+  def _take_up(self, snapshot: PolicySnapshot) -> bool:
+    """Whether the newest weights are held: not while samples must end first."""
+    held = self._snapshot
+    if held is not None and held.params is snapshot.params:
+      return True
+    if isinstance(snapshot.params["layers"], tuple) != self._decoder.unstacked:
+      raise ValueError(
+        "the snapshot's parameters are not as the sampler takes them on this "
+        "mesh: rollout.placement.Placement puts them there"
+      )
+    begun = any(schedule.begun for schedule in self._schedules)
+    if begun and self.config.update == "drain":
+      return False
+    running = any(schedule.running for schedule in self._schedules)
+    self._snapshot = snapshot
+    if running and self.config.update == "recompute":
+      for schedule in self._schedules:
+        schedule.preempt_all()
+    # The key of the prefix cache: other parameters are another policy, even
+    # under the same version.
+    self._epoch += 1
+    for schedule in self._schedules:
+      schedule.pool.forget(self._epoch)
+    self.stats = self.stats.plus(swaps=int(running))
+    return True
+
+  def _read(self, unread: Sequence[Sequence[Prefix]]) -> None:
+    """Prefills; ``unread`` by data slice."""
+    width = self._row_tokens
+
+    def at_once(prefix: Prefix) -> bool:
+      return not prefix.read and len(prefix.tokens) <= width
+
+    whole = [list(filter(at_once, prefixes)) for prefixes in unread]
+    packed = [_pack(prefixes, width, self._page) for prefixes in whole]
+    self._prefill(packed, table_pages=0)
+    parts = [[p for p in prefixes if not at_once(p)] for prefixes in unread]
+    while any(parts):
+      # A part attends to those before it, which must be in their pages.
+      rows = [
+        [[(p, p.read, min(p.read + width, len(p.tokens)))] for p in prefixes]
+        for prefixes in parts
+      ]
+      deepest = max(p.read for prefixes in parts for p in prefixes)
+      self._prefill(rows, table_pages=self._width(self._pages_of(deepest)))
+      for row in (row for rows_ in rows for row in rows_):
+        for prefix, _, stop in row:
+          prefix.read = stop
+      parts = [[p for p in ps if p.read < len(p.tokens)] for ps in parts]
+    for schedule, prefixes in zip(self._schedules, unread, strict=True):
+      for prefix in prefixes:
+        schedule.has_read(prefix)
+
+  def _prefill(
+    self, packed: Sequence[Sequence["_PackedRow"]], *, table_pages: int
+  ) -> None:
+    """Dispatches rows, by data slice, as many at a time as a program takes."""
+    size = self._prefill_rows
+    for start in range(0, max(map(len, packed)), size):
+      rows = self._empty_rows(table_pages)
+      for replica, all_rows in enumerate(packed):
+        for index, row in enumerate(all_rows[start : start + size]):
+          self._fill(rows, replica * size + index, row)
+      self._pages = self._decoder.prefill(
+        self._snapshot.params, self._pages, self._on_mesh(rows)
+      )
+
+  def _empty_rows(self, table_pages: int) -> Rows:
+    count, width = self._replicas * self._prefill_rows, self._row_tokens
+
+    def zeros(*shape: int) -> np.ndarray:
+      return np.zeros((count, *shape), np.int32)
+
+    return Rows(
+      tokens=zeros(width) + np.int32(self._pad_id),
+      positions=zeros(width),
+      segment_ids=zeros(width),
+      write=zeros(width // self._page),
+      table=zeros(table_pages),
+      context=zeros(),
+    )
+
+  def _fill(self, rows: Rows, at: int, row: "_PackedRow") -> None:
+    """Writes the pieces of one row behind each other, from page to page."""
+    page, slot = self._page, 0
+    for segment, (prefix, start, stop) in enumerate(row, 1):
+      piece = slice(slot, slot + stop - start)
+      rows.tokens[at, piece] = prefix.tokens[start:stop]
+      rows.positions[at, piece] = np.arange(start, stop)
+      rows.segment_ids[at, piece] = segment
+      pages = prefix.pages[start // page : self._pages_of(stop)]
+      first = slot // page
+      rows.write[at, first : first + len(pages)] = pages
+      before = prefix.pages[: start // page]
+      rows.table[at, : len(before)] = before
+      rows.context[at] = start
+      slot += len(pages) * page
+      self.stats = self.stats.plus(prefill_tokens=stop - start)
+
+  def _chunk(
+    self, reserved: Sequence[Sequence[Sample]]
+  ) -> tuple[dict[int, Sample], Chunk]:
+    """By row its sample, and the arrays of a dispatch."""
+    lanes = self._lanes(reserved)
+    if lanes is None:
+      rows = {
+        replica * self._slots + index: sample
+        for replica, samples in enumerate(reserved)
+        for index, sample in enumerate(samples)
+      }
+    else:
+      rows = lanes
+    shared = lanes is not None
+    most = max(
+      len(sample.pages) - 1 + (0 if shared else len(sample.prefix.pages))
+      for sample in rows.values()
+    )
+    chunk = self._empty_chunk(self._width(max(most, 1)), shared=shared)
+    lane_rows = len(chunk.write) // len(chunk.lanes)
+    for row, sample in rows.items():
+      prefix, (*table, page) = sample.prefix, sample.pages
+      own = len(table)
+      chunk.pending[row] = sample.pending
+      chunk.positions[row] = len(prefix.tokens) + own * self._page
+      chunk.counts[row] = len(sample.tokens)
+      chunk.keys[row] = sample.key
+      chunk.write[row] = page
+      chunk.own_tokens[row] = own * self._page
+      if shared:
+        lane = row // lane_rows
+        chunk.lanes[lane, : len(prefix.pages)] = prefix.pages
+        chunk.lane_tokens[lane] = len(prefix.tokens)
+      else:
+        table = prefix.pages + table
+        chunk.head_tokens[row] = len(prefix.tokens)
+        chunk.head_pages[row] = len(prefix.pages)
+      chunk.table[row, : len(table)] = table
+    return rows, chunk
+
+  def _empty_chunk(self, table_pages: int, *, shared: bool) -> Chunk:
+    """Of rows without samples."""
+    count = self._replicas * self._slots
+    lanes = count // self.config.samples_begun if shared else count
+
+    def zeros(*shape: int, dtype=np.int32) -> np.ndarray:
+      return np.zeros(shape, dtype)
+
+    return Chunk(
+      pending=zeros(count) + np.int32(self._pad_id),
+      positions=zeros(count),
+      counts=zeros(count),
+      keys=zeros(count, _KEY_WORDS, dtype=np.uint32),
+      lanes=zeros(lanes, self._prompt_pages if shared else 0),
+      lane_tokens=zeros(lanes),
+      table=zeros(count, table_pages),
+      head_tokens=zeros(count),
+      head_pages=zeros(count),
+      own_tokens=zeros(count),
+      write=zeros(count),
+    )
+
+  def _lanes(
+    self, reserved: Sequence[Sequence[Sample]]
+  ) -> dict[int, Sample] | None:
+    """Rows with the samples of a prefix beside each other, if they all fit."""
+    lane_rows = self.config.samples_begun
+    if not self._may_share:
+      return None
+    rows: dict[int, Sample] = {}
+    for replica, samples in enumerate(reserved):
+      by_prefix: dict[int, list[Sample]] = {}
+      for sample in samples:
+        if len(sample.prefix.pages) > self._prompt_pages:
+          return None
+        by_prefix.setdefault(id(sample.prefix), []).append(sample)
+      row = replica * self._slots
+      end = row + self._slots
+      for together in by_prefix.values():
+        for start in range(0, len(together), lane_rows):
+          if row >= end:
+            return None
+          rows.update(enumerate(together[start : start + lane_rows], row))
+          row += lane_rows
+    return rows
+
+  def _collect(
+    self, rows: dict[int, Sample], sampled: Sampled
+  ) -> list[TrajectoryGroup]:
+    """Takes the tokens of a chunk up; returns groups that are complete."""
+    version = self._snapshot.version
+    complete = []
+    for row, sample in rows.items():
+      room = sample.group.limit - len(sample.tokens)
+      tokens = sampled.tokens[row, :room].tolist()
+      stop = next(
+        (i for i, t in enumerate(tokens) if t in self._stop_ids), None
+      )
+      if stop is not None:
+        sample.stopped = True
+        tokens = tokens[: stop + 1]
+      sample.tokens += tokens
+      sample.logprobs += sampled.logprobs[row, : len(tokens)].tolist()
+      sample.entropy += sampled.entropy[row, : len(tokens)].tolist()
+      sample.versions += [version] * len(tokens)
+      if not sample.ended:
+        continue
+      group, schedule = self._groups[sample.group.group_id]
+      schedule.leave(sample)
+      group.ended.append(sample)
+      if len(group.ended) == group.wanted:
+        complete.append(group)
+    slots = self._replicas * self._slots * self._page
+    self.stats = self.stats.plus(slot_tokens=slots, chunks=1)
+    return [self._deliver(group) for group in complete]
+
+  def _deliver(self, group: Group) -> TrajectoryGroup:
+    self._forget(group)
+    chosen = sorted(group.ended[: group.wanted], key=lambda s: s.index)
+    given_up = [s for s in group.samples if s not in chosen]
+    self._count_aborted(given_up)
+    self.stats = self.stats.plus(
+      tokens=sum(len(sample.tokens) for sample in chosen)
+    )
+    return TrajectoryGroup(
+      group.group_id, group.prompt, tuple(map(_trajectory, chosen))
+    )
+
+  # ------------------------------------------------------------------- programs
+
+  def compiles(self) -> dict[str, int]:
+    """How often each program was compiled: once for each width of its table."""
+    return self._decoder.compiles()
+
+  @property
+  def prefill_tokens(self) -> int:
+    """Tokens of a prefill dispatch, padding included."""
+    return self._replicas * self._prefill_rows * self._row_tokens
 
   def programs(
     self, params: Params
@@ -141,117 +590,114 @@ class Engine:
     """Both programs of the sampler, to be compiled and not run.
 
     Args:
-      params: Shapes of a snapshot, with their shardings on the rollout mesh.
+      params: Shapes, with their shardings, as ``Placement.abstract`` has them.
 
     Returns:
-      By name, a function that traces it for the shapes of the config.
+      By name, a function that traces it: prefill of fresh prompts, and decode
+      with the longest page tables.
     """
-    return self.decoder.programs(
-      params,
-      num_prompts=self.config.prompts_per_batch,
-      prompt_tokens=self._max_prompt_tokens,
-    )
+    pages = self._decoder.abstract_pages(self._num_pages)
+    rows = self._empty_rows(0)
+    chunk = self._empty_chunk(self._widths[-1], shared=self._may_share)
 
-  def _inputs(self, prompts: Sequence[Prompt], first_group_id: int):
-    """Left-padded prompts [Q, P], first slots [Q], request ids [Q * G, 2]."""
-    size, width = self.config.prompts_per_batch, self._max_prompt_tokens
-    if not 0 < len(prompts) <= size:
-      raise ValueError(
-        f"{len(prompts)} prompts for a batch of rollout.prompts_per_batch = "
-        f"{size}"
+    def abstract(inputs: Any) -> Any:
+      return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+          leaf.shape, leaf.dtype, sharding=self._rows
+        ),
+        inputs,
       )
-    tokens = np.full((size, width), self._pad_id, np.int32)
-    first = np.zeros(size, np.int32)
-    for row in range(size):
-      prompt = prompts[row if row < len(prompts) else 0]
-      length = len(prompt.tokens)
-      if length == 0:
-        raise ValueError(
-          f"prompt {prompt.id} has no tokens: nothing predicts its response"
-        )
-      if length > width:
-        raise ValueError(
-          f"prompt {prompt.id} has {length} tokens, more than the {width} that "
-          "the cache has room for"
-        )
-      tokens[row, width - length :] = prompt.tokens
-      first[row] = width - length
-    samples = self.config.samples_per_prompt
-    request_ids = np.stack(
-      [
-        np.repeat(np.arange(size) + first_group_id, samples),
-        np.tile(np.arange(samples), size),
-      ],
-      axis=1,
-    ).astype(np.int32)
-    return jax.device_put((tokens, first, request_ids), self._rows)
 
-  def _groups(
-    self,
-    prompts: Sequence[Prompt],
-    first_group_id: int,
-    chunks: Sequence[SampledTokens],
-    versions: Sequence[int],
-  ) -> tuple[list[TrajectoryGroup], int]:
-    """Cuts the rows at their stop tokens and makes trajectories of them."""
-    limit = self.config.max_response_tokens
-    sampled = jax.tree.map(
-      lambda *parts: np.concatenate(parts, axis=1)[:, :limit], *chunks
-    )
-    widths = [chunk.tokens.shape[1] for chunk in chunks]
-    stamps = np.repeat(np.asarray(versions, np.int32), widths)[:limit]
-    stops = np.isin(sampled.tokens, self._stop_ids)
-    stopped = stops.any(axis=1)
-    lengths = np.where(stopped, stops.argmax(axis=1) + 1, stops.shape[1])
-    samples = self.config.samples_per_prompt
-    groups = []
-    for index, prompt in enumerate(prompts):
-      trajectories = []
-      for row in range(index * samples, (index + 1) * samples):
-        length = int(lengths[row])
-        trajectories.append(
-          _trajectory(
-            prompt,
-            first_group_id + index,
-            sampled.tokens[row, :length],
-            sampled.logprobs[row, :length],
-            sampled.entropy[row, :length],
-            stamps[:length],
-            Finish.STOP if stopped[row] else Finish.LENGTH,
-          )
-        )
-      groups.append(
-        TrajectoryGroup(first_group_id + index, prompt, tuple(trajectories))
+    return {
+      "prefill": lambda: self._decoder.prefill.lower(
+        params, pages, abstract(rows)
+      ),
+      "decode": lambda: self._decoder.decode.lower(
+        params, pages, abstract(chunk)
+      ),
+    }
+
+  def _on_mesh(self, inputs: Any) -> Any:
+    return jax.device_put(inputs, self._rows)
+
+  def _pages_of(self, tokens: int) -> int:
+    return -(-tokens // self._page)
+
+  def _width(self, pages: int) -> int:
+    """The narrowest table that holds so many pages."""
+    return next(width for width in self._widths if width >= pages)
+
+  def _count_pages(self, longest: int) -> int:
+    """Pages of a data slice, page 0 included.
+
+    Raises:
+      ConfigError: They do not hold the longest sample.
+    """
+    least = self._pages_of(longest) + 1
+    prompts = -(-self._slots // self.config.samples_begun)
+    own = self._pages_of(self.config.max_response_tokens)
+    most = prompts * self._prompt_pages + self._slots * own
+    cache_tokens = self.config.cache_tokens
+    pages = cache_tokens // self._page if cache_tokens else max(most, least)
+    if pages < least:
+      raise ConfigError(
+        [
+          f"rollout.cache_tokens = {cache_tokens} is less than one sample may "
+          "take: prompts.max_tokens + rollout.max_response_tokens = "
+          f"{longest}, in pages of rollout.chunk_tokens = {self._page}. Try "
+          f"rollout.cache_tokens={least * self._page}, or 0 for enough."
+        ]
       )
-    return groups, int(lengths[: len(prompts) * samples].sum())
+    return pages + 1
 
 
-def _trajectory(
-  prompt: Prompt,
-  group_id: int,
-  tokens: np.ndarray,
-  logprobs: np.ndarray,
-  entropy: np.ndarray,
-  versions: np.ndarray,
-  finish: Finish,
-) -> Trajectory:
-  """A trajectory from a prompt and the arrays [R] of one response."""
+# Pieces of prefixes that share a row of prefill: prefix, first token, end.
+_PackedRow = Sequence[tuple[Prefix, int, int]]
+
+
+def _pack(
+  prefixes: Sequence[Prefix], width: int, page: int
+) -> list[list[tuple[Prefix, int, int]]]:
+  """Whole prefixes into rows, each where there is room first."""
+  rows: list[list[tuple[Prefix, int, int]]] = []
+  room: list[int] = []
+  for prefix in prefixes:
+    needed = -(-len(prefix.tokens) // page) * page
+    at = next((i for i, left in enumerate(room) if left >= needed), len(rows))
+    if at == len(rows):
+      rows.append([])
+      room.append(width)
+    rows[at].append((prefix, 0, len(prefix.tokens)))
+    room[at] -= needed
+  return rows
+
+
+def _widths(most: int) -> tuple[int, ...]:
+  """Widths of page tables: the most, and halves of it."""
+  widths = [most]
+  while len(widths) < _MAX_WIDTHS and widths[0] // 2 >= _MIN_WIDTH:
+    widths.insert(0, -(-widths[0] // 2))
+  return tuple(widths)
+
+
+def _trajectory(sample: Sample) -> Trajectory:
+  prompt, sampled = sample.group.prompt, len(sample.tokens)
   start = len(prompt.tokens)
-  length = start + len(tokens)
+  length = start + sampled
 
-  def widen(values: np.ndarray, dtype: np.dtype, fill) -> np.ndarray:
+  def widen(values: Sequence[float], dtype: np.dtype, fill) -> np.ndarray:
     whole = np.full(length, fill, dtype)
     whole[start:] = values
     return whole
 
   return Trajectory(
     prompt_id=prompt.id,
-    group_id=group_id,
-    tokens=np.concatenate([prompt.tokens, tokens]).astype(np.int32),
+    group_id=sample.group.group_id,
+    tokens=np.concatenate([prompt.tokens, sample.tokens]).astype(np.int32),
     loss_mask=np.arange(length) >= start,
-    behavior_logprobs=widen(logprobs, np.float32, 0.0),
-    behavior_entropy=widen(entropy, np.float32, 0.0),
-    policy_version=widen(versions, np.int32, versions[0]),
+    behavior_logprobs=widen(sample.logprobs, np.float32, 0.0),
+    behavior_entropy=widen(sample.entropy, np.float32, 0.0),
+    policy_version=widen(sample.versions, np.int32, sample.versions[0]),
     turn=np.zeros(length, np.int32),
-    finish=finish,
+    finish=Finish.STOP if sample.stopped else Finish.LENGTH,
   )

@@ -27,10 +27,10 @@ def _own(leaf: jax.Array) -> np.ndarray:
 
 
 def share(params: Params, *, shardings: Params, dtype: jnp.dtype) -> Params:
-  """Device parameters that nobody donates, for another mesh.
+  """Parameters that nobody donates, on another mesh.
 
   Args:
-    params: On any mesh.
+    params: Host arrays, or device arrays of any mesh.
     shardings: A sharding per leaf, of the other mesh.
     dtype: There.
 
@@ -38,37 +38,35 @@ def share(params: Params, *, shardings: Params, dtype: jnp.dtype) -> Params:
     The same arrays where they lie right already, and copies of the others.
   """
 
-  def on_mesh(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    if leaf.dtype == dtype and leaf.sharding.is_equivalent_to(
-      sharding, leaf.ndim
-    ):
-      return leaf
-    return jax.device_put(np.array(leaf, dtype=dtype), sharding)
+  def on_mesh(leaf, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+      if leaf.dtype == dtype and leaf.sharding.is_equivalent_to(
+        sharding, leaf.ndim
+      ):
+        return leaf
+      # What is fetched of an array stays with it on the host.
+      leaf = leaf.copy()
+    return _put(leaf, sharding, dtype)
 
   return jax.tree.map(on_mesh, params, shardings)
 
 
-def to_mesh(
-  snapshot: PolicySnapshot, *, shardings: Params, dtype: jnp.dtype
-) -> PolicySnapshot:
-  """A host snapshot on a mesh, cast and resharded leaf by leaf.
+def to_mesh(params: Params, *, shardings: Params, dtype: jnp.dtype) -> Params:
+  """Host parameters on a mesh, cast and resharded leaf by leaf.
 
   Args:
-    snapshot: With numpy leaves.
+    params: numpy arrays.
     shardings: A sharding per leaf.
     dtype: Of the parameters on the mesh.
 
   Returns:
-    The snapshot with device arrays. The cast is on the host: what crosses to
-    the device is already in ``dtype``.
+    Device arrays, none of which is an alias. The cast is on the host: what
+    crosses to the device is already in ``dtype``.
   """
-  return PolicySnapshot(
-    snapshot.version,
-    jax.tree.map(
-      lambda leaf, sharding: jax.device_put(
-        np.array(leaf, dtype=dtype), sharding
-      ),
-      snapshot.params,
-      shardings,
-    ),
+  return jax.tree.map(
+    lambda leaf, sharding: _put(leaf, sharding, dtype), params, shardings
   )
+
+
+def _put(leaf, sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
+  return jax.device_put(np.array(leaf, dtype=dtype), sharding)

@@ -18,6 +18,7 @@ from darl_jax.learner.step import Learner
 from darl_jax.models import lora, presets
 from darl_jax.models.transformer import Policy
 from darl_jax.rollout.engine import Engine
+from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes, transfer
 from darl_jax.types import Batch, PolicySnapshot, Prompt, ScoreBatch
 
@@ -210,23 +211,25 @@ class ParityTest(parameterized.TestCase):
       temperature=temperature,
     )
     device = jax.devices()[1]  # Disjoint from the learner's.
+    mesh = Mesh(np.array([[device]]), meshes.ROLLOUT_AXES)
     engine = Engine(
       _policy(),
       rollout,
-      mesh=Mesh(np.array([[device]]), meshes.ROLLOUT_AXES),
+      mesh=mesh,
       max_prompt_tokens=3,
       stop_ids=(5, 9),
       pad_id=0,
       seed=0,
     )
-    params = jax.device_put(_host_params(), device)
+    placement = Placement(_policy(), mesh=mesh, dtype=jnp.float32)
+    snapshot = placement.place(PolicySnapshot(0, _host_params()))
     rng = np.random.default_rng(0)
     prompts = [
       Prompt(str(i), rng.integers(_VOCAB, size=1 + i % 3).astype(np.int32), {})
       for i in range(8)
     ]
     groups, _ = engine.generate(
-      prompts, first_group_id=0, fetch=lambda: PolicySnapshot(0, params)
+      prompts, first_group_id=0, fetch=lambda: snapshot
     )
     return [t for group in groups for t in group.trajectories]
 
@@ -318,12 +321,12 @@ class StepTest(parameterized.TestCase):
       state, _ = learner.step(state, _batch(2))
       self.assertEqual(int(state.step), step)
     # As the run moves an older snapshot back, to check the sampler with.
-    snapshot = transfer.to_mesh(
-      learner.snapshot(state.params, version=3),
+    older = transfer.to_mesh(
+      learner.snapshot(state.params, version=3).params,
       shardings=learner.param_shardings,
       dtype=jnp.float32,
     )
-    learner.score(snapshot.params, _score_batch())
+    learner.score(older, _score_batch())
     self.assertEqual(learner.compiles(), {"score": 1, "train_step": 1})
     self.assertEqual(jax.tree.map(lambda leaf: leaf.sharding, state), layout)
 

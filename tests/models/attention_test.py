@@ -161,6 +161,101 @@ class AttendTest(parameterized.TestCase):
     )
 
 
+class RangesTest(parameterized.TestCase):
+  """Keys in several arrays, and rows that share an entry of one."""
+
+  _batch, _length, _heads, _kv_heads, _dim = 6, 2, 4, 2, 8
+
+  def _query(self):
+    return _random(self._batch, self._length, self._heads, self._dim)
+
+  def _range(self, entries, slots, *, seed):
+    shape = entries, self._kv_heads, slots, self._dim
+    key, value = (_random(*shape, seed=2 * seed + i) for i in range(2))
+    rng = np.random.default_rng(seed)
+    mask = rng.random((entries, self._length, slots)) < 0.6
+    return key, value, mask
+
+  def _ranges(self):
+    """Of one entry for all rows, one for three, two and one; none is full."""
+    ranges = [
+      self._range(entries, slots, seed=seed)
+      for seed, (entries, slots) in enumerate([(1, 3), (2, 5), (3, 1), (6, 4)])
+    ]
+    ranges[3][2][..., 0] = True
+    # One whole range that some rows may not read.
+    ranges[1][2][1] = False
+    return ranges
+
+  def _as_one(self, ranges):
+    """The same keys in one array, with an entry for each row."""
+    apiece = [
+      [np.repeat(array, self._batch // len(array), axis=0) for array in each]
+      for each in ranges
+    ]
+    keys, values, masks = zip(*apiece, strict=True)
+    return (
+      np.concatenate(keys, axis=2),
+      np.concatenate(values, axis=2),
+      np.concatenate(masks, axis=2),
+    )
+
+  @parameterized.parameters("0123", "3210", "13", "3", "331")
+  def test_several_equal_one(self, order):
+    query, ranges = self._query(), self._ranges()
+    ranges = [ranges[int(i)] for i in order]
+    # ``attend`` has a test of its own, and one range.
+    key, value, mask = self._as_one(ranges)
+    want = attention.attend(
+      query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask
+    )
+    got = jax.jit(attention.attend_ranges)(query, ranges)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+  def test_entries_go_to_consecutive_rows(self):
+    query = self._query()
+    for entries in (1, 2, 3, 6):
+      key, value, mask = self._range(entries, 5, seed=entries)
+      mask[..., 1] = True
+      got = jax.jit(attention.attend_ranges)(query, ((key, value, mask),))
+      for row in range(self._batch):
+        mine = slice(row * entries // self._batch, None)
+        alone = tuple(array[mine][:1] for array in (key, value, mask))
+        want = attention.attend_ranges(query[row : row + 1], (alone,))
+        np.testing.assert_allclose(got[row], want[0], atol=1e-5)
+
+  def test_a_shared_entry_is_read_as_it_lies(self):
+    """Not once for each row: that is what sharing saves."""
+    shared = self._ranges()[1]
+    program = jax.make_jaxpr(attention.attend_ranges)(self._query(), (shared,))
+    products = [
+      equation
+      for equation in program.eqns
+      if equation.primitive.name == "dot_general"
+    ]
+    _, key, value, _ = program.jaxpr.invars
+    self.assertEqual([each.invars[1] for each in products], [key, value])
+
+  def test_entries_must_divide_the_rows(self):
+    with self.assertRaises((TypeError, ValueError)):
+      attention.attend_ranges(self._query(), (self._range(4, 5, seed=0),))
+
+  def test_weights_are_float32_across_ranges(self):
+    # Scores 256 and 257 are one bfloat16, and lie in two ranges.
+    query = np.array([256.0, 1.0, 0, 0], np.float32).reshape(1, 1, 1, 4)
+    ranges = []
+    for index in range(2):
+      key = np.zeros((1, 1, 1, 4), np.float32)
+      key[..., 0], key[..., 1] = 2.0, 2.0 * index
+      value = np.full((1, 1, 1, 4), float(index), np.float32)
+      half = [jnp.asarray(x, jnp.bfloat16) for x in (key, value)]
+      ranges.append((*half, jnp.ones((1, 1, 1), bool)))
+    got = attention.attend_ranges(jnp.asarray(query, jnp.bfloat16), ranges)
+    self.assertEqual(got.dtype, jnp.bfloat16)
+    want = 1 / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(float(got[0, 0, 0, 0]), want, atol=0.005)
+
+
 class PackedTest(parameterized.TestCase):
   """Every way to attend within segments gives what ``attend`` gives."""
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from darl_jax.config import ConfigError, ModelConfig
 from darl_jax.models import gguf as gguf_lib
 from darl_jax.models import kv_cache, presets
+from darl_jax.models.kv_cache import Span
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.chat import ChatTokenizer
 from darl_jax.sharding import rules
@@ -586,31 +587,48 @@ class SmolLM2Test(parameterized.TestCase):
       np.testing.assert_allclose(found, expected, atol=5e-4, rtol=0)
 
   def test_greedy_continuations(self):
-    # All three at once, padded on the left.
-    longest = max(map(len, self.prompts))
-    first = jnp.array([longest - len(p) for p in self.prompts], jnp.int32)
-    rows = np.stack([np.pad(p, (longest - len(p), 0)) for p in self.prompts])
+    # All three at once, padded on the right.
+    lengths = np.array([len(prompt) for prompt in self.prompts], np.int32)
+    slots = np.arange(lengths.max(), dtype=np.int32)
+    real = slots[None] < lengths[:, None]
+    rows = np.zeros(real.shape, np.int32)
+    rows[real] = np.concatenate(self.prompts)
+    params = self.policy.unstacked(self.params)
 
     def choose(params, hidden):
-      logits = hidden[:, -1] @ self.policy.unembedding(params).T
+      logits = hidden @ self.policy.unembedding(params).T
       return jnp.argmax(logits, axis=-1)[:, None].astype(jnp.int32)
 
     @jax.jit
-    def prefill(params, tokens):
-      hidden, cache = self.policy.prefill(
-        params, tokens, first, dtype=jnp.float32
+    def read(params, tokens):
+      hidden, keys, values = self.policy.read(
+        params,
+        tokens,
+        jnp.broadcast_to(slots[None], tokens.shape),
+        real.astype(np.int32),
+        dtype=jnp.float32,
       )
-      return choose(params, hidden), kv_cache.append(cache, slots=32)
+      last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+      return choose(params, last[:, 0]), Span(keys, values, real)
 
     @jax.jit
-    def extend(params, tokens, tail):
-      hidden, tail = self.policy.extend(params, tokens, tail)
-      return choose(params, hidden), tail
+    def extend(params, tokens, positions, span, tail):
+      hidden, tail = self.policy.extend(params, tokens, positions, [span], tail)
+      return choose(params, hidden[:, 0]), tail
 
-    chosen, tail = prefill(self.params, jnp.asarray(rows, jnp.int32))
+    chosen, span = read(params, rows)
+    tail = kv_cache.empty_tail(
+      self.policy.config,
+      rows=len(rows),
+      slots=32,
+      dtype=jnp.float32,
+      unstacked=True,
+    )
     generated = [chosen]
-    for _ in range(31):
-      chosen, tail = extend(self.params, chosen, tail)
+    for index in range(31):
+      chosen, tail = extend(
+        params, chosen, lengths[:, None] + index, span, tail
+      )
       generated.append(chosen)
     generated = np.concatenate(generated, axis=1)
     for row, prompt, tokens in zip(

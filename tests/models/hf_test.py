@@ -24,6 +24,7 @@ from configs import darl
 from darl_jax import config as config_lib
 from darl_jax.config import ConfigError, ModelConfig
 from darl_jax.models import hf, kv_cache, presets
+from darl_jax.models.kv_cache import Span
 from darl_jax.models.transformer import Policy
 from darl_jax.sharding import meshes, rules
 
@@ -178,24 +179,37 @@ class ParityTest(parameterized.TestCase):
 
     @functools.partial(jax.jit, static_argnames="new")
     def continuation(params, prompt, new):
-      hidden, cache = policy.prefill(
+      batch, length = prompt.shape
+      positions = jnp.broadcast_to(jnp.arange(length), prompt.shape)
+      hidden, keys, values = policy.read(
         params,
         prompt,
-        jnp.zeros(prompt.shape[0], jnp.int32),
+        positions,
+        jnp.ones_like(prompt),
         dtype=jnp.float32,
         partition=partition,
       )
-      tail = kv_cache.append(cache, slots=new)
+      span = Span(keys, values, jnp.ones(prompt.shape, bool))
+      tail = kv_cache.empty_tail(
+        config, rows=batch, slots=new, dtype=jnp.float32
+      )
       first = jnp.argmax(logits(params, hidden[:, -1:]), axis=-1)
 
-      def step(carry, _):
+      def step(carry, index):
         token, tail = carry
-        hidden, tail = policy.extend(params, token, tail, partition=partition)
+        hidden, tail = policy.extend(
+          params,
+          token,
+          jnp.broadcast_to(length + index, token.shape),
+          [span],
+          tail,
+          partition=partition,
+        )
         following = jnp.argmax(logits(params, hidden), axis=-1)
         return (following.astype(jnp.int32), tail), token[:, 0]
 
       _, tokens = jax.lax.scan(
-        step, (first.astype(jnp.int32), tail), length=new
+        step, (first.astype(jnp.int32), tail), jnp.arange(new)
       )
       return tokens.T
 
@@ -291,7 +305,7 @@ class ReadConfigTest(FolderTestCase):
     names = {field.name for field in dataclasses.fields(ModelConfig)}
     self.assertEqual(
       names - set(hf.read_config(_FIXTURES / "mistral")),
-      {"compute_dtype", "remat", "checkpoint"},
+      {"compute_dtype", "remat", *presets.FRESH},
     )
 
   def test_what_may_be_absent(self):

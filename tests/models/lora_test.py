@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from darl_jax.config import ModelConfig
 from darl_jax.models import kv_cache, lora, presets
+from darl_jax.models.kv_cache import Span
 from darl_jax.models.transformer import Policy
 from darl_jax.sharding import meshes, rules
 
@@ -127,6 +128,26 @@ class WhereTest(parameterized.TestCase):
     self.assertEqual(jax.tree.structure(joined), jax.tree.structure(params))
     jax.tree.map(np.testing.assert_array_equal, joined, params)
 
+  def test_join_layers_apart(self):
+    policy, params = _policy(**_FAMILIES["experts"])
+    parts = lora.split(params)
+    joined = lora.join(*map(policy.unstacked, parts))
+    want = policy.unstacked(params)
+    self.assertEqual(jax.tree.structure(joined), jax.tree.structure(want))
+    jax.tree.map(np.testing.assert_array_equal, joined, want)
+    # What is joined is left as it was.
+    self.assertEqual(
+      jax.tree.map(jnp.shape, parts),
+      jax.tree.map(jnp.shape, lora.split(params)),
+    )
+
+  def test_join_with_nothing_frozen(self):
+    policy, params = _policy(tie_embeddings=False, lora_rank=0)
+    for each in (params, policy.unstacked(params)):
+      self.assertEqual(
+        jax.tree.structure(lora.join(each, {})), jax.tree.structure(each)
+      )
+
 
 class SumTest(parameterized.TestCase):
   @parameterized.parameters(*_FAMILIES)
@@ -181,18 +202,26 @@ class SumTest(parameterized.TestCase):
       want = layers[name] + 7 / 3 * product
       np.testing.assert_allclose(merged[name], want, rtol=1e-5, atol=1e-6)
 
-  @parameterized.parameters(*_FAMILIES)
-  def test_the_sampler_adds_them_too(self, family):
+  @parameterized.product(family=tuple(_FAMILIES), apart=(False, True))
+  def test_the_sampler_adds_them_too(self, family, apart):
     policy, params = _policy(**_FAMILIES[family])
     tokens = _tokens()
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     want = np.asarray(_hidden(policy, params))
-    first = np.zeros(len(tokens), np.int32)
-    hidden, cache = policy.prefill(
-      params, tokens[:, :5], first, dtype=jnp.float32
+    if apart:
+      params = policy.unstacked(params)
+    read = jax.jit(functools.partial(policy.read, dtype=jnp.float32))
+    hidden, keys, values = read(
+      params, tokens[:, :5], positions[:, :5], np.ones((2, 5), np.int32)
     )
     np.testing.assert_allclose(hidden, want[:, :5], atol=2e-5)
-    tail = kv_cache.append(cache, slots=4)
-    hidden, _ = policy.extend(params, tokens[:, 5:], tail)
+    span = Span(keys, values, np.ones((2, 5), bool))
+    tail = kv_cache.empty_tail(
+      policy.config, rows=2, slots=4, dtype=jnp.float32, unstacked=apart
+    )
+    hidden, _ = jax.jit(policy.extend)(
+      params, tokens[:, 5:], positions[:, 5:], [span], tail
+    )
     np.testing.assert_allclose(hidden, want[:, 5:], atol=2e-5)
 
   @parameterized.parameters(*_FAMILIES)

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from darl_jax.config import ModelConfig
 from darl_jax.kernels.partition import Partition
 from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.models import kv_cache, presets, transformer
+from darl_jax.models.kv_cache import Span
+from darl_jax.sharding import meshes, rules
 
 _VOCAB = 40
 
@@ -155,62 +157,280 @@ class PackingTest(parameterized.TestCase):
       np.testing.assert_allclose(got[0], batch[row], atol=1e-5)
 
 
-class CacheTest(parameterized.TestCase):
-  @parameterized.parameters(
-    "qwen2", "qwen3", "one_kv_head", "qwen3_moe", "many_layers"
+@functools.cache
+def _program(policy, name, **static):
+  return jax.jit(functools.partial(getattr(policy, name), **static))
+
+
+def _each(function, layers):
+  """``function`` of the layers, stacked or apart as they are."""
+  new = tuple(function(np.asarray(layer)) for layer in layers)
+  return new if isinstance(layers, tuple) else np.stack(new)
+
+
+def _span(keys, values, mask):
+  """Slots without a token hold what would spoil everything, were it read."""
+
+  def spoilt(layer):
+    return np.where(mask[:, None, :, None], layer, np.float32(1e6))
+
+  return Span(_each(spoilt, keys), _each(spoilt, values), mask)
+
+
+def _entries(span, which):
+  """A span of these of its entries."""
+  keys, values = (
+    _each(lambda layer: layer[which], layers)
+    for layers in (span.keys, span.values)
   )
-  def test_prefill_and_decode_equal_the_full_forward(self, family):
+  return Span(keys, values, span.mask[which])
+
+
+def _read(
+  policy, params, tokens, lengths, *, at=0, context=None, partition=None
+):
+  """Hidden states of the first ``lengths`` tokens, and the span they make.
+
+  They continue their contexts at positions ``at``; padding is behind them.
+  """
+  slots = np.arange(tokens.shape[1])
+  real = slots[None] < np.asarray(lengths)[:, None]
+  positions = np.reshape(at, (-1, 1)) + slots[None]
+  read = _program(
+    policy, "read", dtype=np.dtype("float32"), partition=partition
+  )
+  hidden, keys, values = read(
+    params,
+    np.where(real, tokens, 9),
+    np.where(real, positions, 1000).astype(np.int32),
+    real.astype(np.int32),
+    context=context,
+  )
+  return np.asarray(hidden), _span(keys, values, real)
+
+
+def _extend(policy, params, tokens, at, spans, *, sizes, partition=None):
+  """Hidden states of tokens [B, T] from positions ``at`` [B] on, and the span
+  that they make.
+
+  One dispatch, of ``sizes`` tokens at a time, with a slot to spare.
+  """
+  stops = np.cumsum(sizes)
+  tail = kv_cache.empty_tail(
+    policy.config,
+    rows=len(tokens),
+    slots=int(stops[-1]) + 1,
+    dtype=jnp.float32,
+    unstacked=isinstance(params["layers"], tuple),
+  )
+  parts = []
+  for here in np.split(np.arange(stops[-1], dtype=np.int32), stops[:-1]):
+    positions = np.asarray(at, np.int32)[:, None] + here[None]
+    hidden, tail = _program(policy, "extend", partition=partition)(
+      params, tokens[:, here], positions, spans, tail
+    )
+    parts.append(np.asarray(hidden))
+  written = np.arange(stops[-1] + 1) < int(tail.length)
+  mask = np.broadcast_to(written[None], (len(tokens), len(written)))
+  span = _span(tail.keys, tail.values, mask)
+  return np.concatenate(parts, axis=1), span
+
+
+def _kept(params, policy, apart):
+  return policy.unstacked(params) if apart else params
+
+
+class CacheTest(parameterized.TestCase):
+  """To read and extend, piece by piece, is the full forward pass."""
+
+  @parameterized.product(family=tuple(_FAMILIES), apart=(False, True))
+  def test_read_and_extend_equal_the_full_forward(self, family, apart):
     policy, params = _policy(family)
-    lengths, width, new = (6, 1, 4), 6, 4
-    prefill = jax.jit(functools.partial(policy.prefill, dtype=jnp.float32))
-    extend = jax.jit(policy.extend)
+    lengths, width, new = np.array([6, 1, 4]), 6, 4
     rows = _tokens(3, width + new)
-    # What each row says, moved to the left and padded on the right.
-    moved, segments = np.zeros_like(rows), np.zeros_like(rows)
+    want = np.asarray(_hidden(policy, params, rows, *_whole_rows(rows)))
+    params = _kept(params, policy, apart)
+    hidden, prompts = _read(policy, params, rows[:, :width], lengths)
+    self.assertEqual(isinstance(prompts.keys, tuple), apart)
+    self.assertLen(prompts.keys, policy.config.num_layers)
+    # Two dispatches of two tokens: the second reads what the first wrote, and
+    # the first reads nothing of a span that has no token yet.
+    room = _each(lambda layer: layer[:, :, :3], prompts.keys)
+    before = _span(room, room, np.zeros((3, 3), bool))
+    parts = []
+    for start in (0, 2):
+      at = lengths + start
+      tokens = np.take_along_axis(rows, at[:, None] + np.arange(2), axis=1)
+      spans = [prompts, before]
+      part, before = _extend(policy, params, tokens, at, spans, sizes=(1, 1))
+      parts.append(part)
+    later = np.concatenate(parts, axis=1)
     for row, length in enumerate(lengths):
-      moved[row, : length + new] = rows[row, width - length :]
-      segments[row, : length + new] = 1
-    positions, _ = _whole_rows(rows)
-    want = np.asarray(_hidden(policy, params, moved, positions, segments))
-    padded = rows[:, :width].copy()
-    first = width - np.array(lengths, np.int32)
-    # Prompts end at ``width``; what is on their left is padding.
-    padded[np.arange(width)[None] < first[:, None]] = 9
-    hidden, cache = prefill(params, padded, first)
-    cache = kv_cache.grow(cache, slots=new + 3, times=1)
-    parts = [hidden]
-    # Two dispatches of two tokens: within one and from one to the next.
-    for start in range(width, width + new, 2):
-      tail = kv_cache.append(cache, slots=2)
-      for t in (start, start + 1):
-        hidden, tail = extend(params, rows[:, t : t + 1], tail)
-        parts.append(hidden)
-      cache = tail.merged()
-    got = np.concatenate(parts, axis=1)
-    self.assertEqual(int(cache.length), width + new)
-    for row, length in enumerate(lengths):
+      got = np.concatenate([hidden[row, :length], later[row]])
+      np.testing.assert_allclose(got, want[row, : length + new], atol=2e-5)
+
+  @parameterized.parameters(("qwen2", False), ("qwen3", True))
+  def test_a_context_continues_a_sequence(self, family, apart):
+    policy, params = _policy(family)
+    # One of them has no context, and one nothing to add.
+    first, second = np.array([6, 2, 0, 5]), np.array([3, 5, 4, 0])
+    rows = _tokens(4, 9)
+    whole = np.asarray(_hidden(policy, params, rows, *_whole_rows(rows)))
+    params = _kept(params, policy, apart)
+    _, want = _read(policy, params, rows, first + second)
+    _, context = _read(policy, params, rows[:, :6], first)
+    at = np.minimum(first[:, None] + np.arange(5)[None], 8)
+    hidden, got = _read(
+      policy,
+      params,
+      np.take_along_axis(rows, at, axis=1),
+      second,
+      at=first,
+      context=context,
+    )
+    for row, (start, count) in enumerate(zip(first, second, strict=True)):
+      here = slice(start, start + count)
       np.testing.assert_allclose(
-        got[row, first[row] :], want[row, : length + new], atol=2e-5
+        hidden[row, :count], whole[row, here], atol=2e-5
       )
+      for name in ("keys", "values"):
+        for mine, all_at_once in zip(
+          getattr(got, name), getattr(want, name), strict=True
+        ):
+          np.testing.assert_allclose(
+            mine[row, :, :count], all_at_once[row, :, here], atol=2e-5
+          )
 
-  def test_several_tokens_at_once_equal_one_by_one(self):
-    policy, params = _policy("one_kv_head")
-    extend = jax.jit(policy.extend)
+  def test_rows_that_share_entries(self):
+    """One beginning for all, two prompts, three samples of each."""
+    policy, stacked = _policy("qwen3")
+    params = policy.unstacked(stacked)
+    lengths, samples, new = np.array([4, 2]), 3, 4
+    start, prompts, sampled = (
+      _tokens(*shape, seed=seed)
+      for seed, shape in enumerate([(1, 3), (2, 4), (6, new)])
+    )
+    rows = np.zeros((6, 3 + 4 + new), np.int32)
+    for row, tokens in enumerate(sampled):
+      prompt = prompts[row // samples, : lengths[row // samples]]
+      said = np.concatenate([start[0], prompt, tokens])
+      rows[row, : len(said)] = said
+    whole = np.asarray(_hidden(policy, stacked, rows, *_whole_rows(rows)))
+    at = np.repeat(3 + lengths, samples)
+    want = np.stack([whole[i, n : n + new] for i, n in enumerate(at)])
+    _, start = _read(policy, params, start, [3])
+    _, prompts = _read(
+      policy, params, prompts, lengths, at=3, context=_entries(start, [0, 0])
+    )
+    # Two tokens at once, then one by one behind them.
+    first, own = _extend(
+      policy, params, sampled[:, :2], at, [start, prompts], sizes=(2,)
+    )
+    shared = [own, prompts, start]
+    apiece = [
+      own,
+      _entries(prompts, [0] * samples + [1] * samples),
+      _entries(start, [0] * 6),
+    ]
+    for spans in (shared, apiece):
+      second, _ = _extend(
+        policy, params, sampled[:, 2:], at + 2, spans, sizes=(1, 1)
+      )
+      got = np.concatenate([first, second], axis=1)
+      np.testing.assert_allclose(got, want, atol=2e-5)
+
+  @parameterized.parameters(False, True)
+  def test_several_tokens_at_once_equal_one_by_one(self, apart):
+    policy, params = _policy("qwen3")
     tokens = _tokens(2, 7)
-    first = np.array([0, 2], np.int32)
+    want = np.asarray(_hidden(policy, params, tokens, *_whole_rows(tokens)))
+    params = _kept(params, policy, apart)
+    # Nothing is before them.
+    for sizes in ((3, 3, 1), (1, 1, 1, 3, 1)):
+      got, span = _extend(policy, params, tokens, [0, 0], [], sizes=sizes)
+      np.testing.assert_array_equal(span.mask, [[True] * 7 + [False]] * 2)
+      np.testing.assert_allclose(got, want, atol=2e-5, err_msg=str(sizes))
 
-    def run(sizes):
-      cache = kv_cache.empty(
-        policy.config, first=first, slots=8, dtype=jnp.float32
+  def test_keys_and_values_are_of_the_dtype_asked_for(self):
+    policy, params = _policy("qwen2")
+    tokens = _tokens(2, 4)
+    hidden, keys, values = jax.eval_shape(
+      functools.partial(policy.read, dtype=jnp.dtype("bfloat16")),
+      params,
+      tokens,
+      *_whole_rows(tokens),
+    )
+    half = {hidden.dtype, keys.dtype, values.dtype}
+    self.assertEqual(half, {jnp.dtype("bfloat16")})
+    config = policy.config
+    shape = (2, config.num_kv_heads, 4, config.head_dim)
+    self.assertEqual(keys.shape, (config.num_layers, *shape))
+    tail = kv_cache.empty_tail(config, rows=2, slots=4, dtype=jnp.bfloat16)
+    hidden, longer = jax.eval_shape(
+      policy.extend, params, tokens, tokens, [], tail
+    )
+    self.assertEqual(hidden.dtype, jnp.bfloat16)
+    self.assertEqual(
+      jax.tree.map(lambda x: (x.shape, x.dtype), longer),
+      jax.tree.map(lambda x: (x.shape, x.dtype), tail),
+    )
+
+  @parameterized.parameters(False, True)
+  def test_eight_devices(self, apart):
+    policy, params = _policy("qwen2")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), meshes.ROLLOUT_AXES)
+    table = rules.ROLLOUT_RULES
+    partition = rules.partition(mesh, table)
+    shardings = rules.param_shardings(
+      policy.logical_axes, params, mesh=mesh, rules=table
+    )
+    lengths, samples, new = np.array([5, 1, 3, 4]), 2, 2
+    rows = _tokens(8, 5 + new)
+    rows[1::2, :5] = rows[::2, :5]
+    prompts = rows[::samples, :5]
+    at = np.repeat(lengths, samples)
+    sampled = np.take_along_axis(rows, at[:, None] + np.arange(new), axis=1)
+    # A row's second sample says the same up to its prompt's end.
+    sampled[1::2, 0] = (sampled[::2, 0] + 1) % _VOCAB
+    for row, tokens in enumerate(sampled):
+      rows[row, at[row] : at[row] + new] = tokens
+    whole = np.asarray(_hidden(policy, params, rows, *_whole_rows(rows)))
+    want = np.stack([whole[i, n : n + new] for i, n in enumerate(at)])
+    params = jax.device_put(params, shardings)
+    params = _kept(params, policy, apart)
+
+    def cut(span):
+      axes = ("data", "tensor", None, None)
+      spec = PartitionSpec(*axes if apart else (None, *axes))
+      layers = jax.device_put(
+        (span.keys, span.values), NamedSharding(mesh, spec)
       )
-      tail = kv_cache.append(cache, slots=7)
-      parts = []
-      for part in np.split(tokens, np.cumsum(sizes)[:-1], axis=1):
-        hidden, tail = extend(params, part, tail)
-        parts.append(hidden)
-      return np.concatenate(parts, axis=1)
+      return Span(*layers, span.mask)
 
-    np.testing.assert_allclose(run([3, 3, 1]), run([3, 1, 1, 1, 1]), atol=1e-5)
+    # In two parts, the second behind the first.
+    parts, context = [], None
+    for start, stop in ((0, 2), (2, 5)):
+      hidden, span = _read(
+        policy,
+        params,
+        prompts[:, start:stop],
+        np.clip(lengths - start, 0, stop - start),
+        at=start,
+        context=context,
+        partition=partition,
+      )
+      context = cut(span)
+      parts.append(context)
+      for row, length in enumerate(lengths):
+        here = slice(start, min(stop, length))
+        count = max(here.stop - start, 0)
+        np.testing.assert_allclose(
+          hidden[row, :count], whole[samples * row, here][:count], atol=2e-5
+        )
+    got, _ = _extend(
+      policy, params, sampled, at, parts, sizes=(1, 1), partition=partition
+    )
+    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 class ProgramTest(parameterized.TestCase):
@@ -219,19 +439,34 @@ class ProgramTest(parameterized.TestCase):
   def test_scanned_layers_equal_unrolled_ones(self):
     policy, params = _policy("many_layers")
     tokens = _tokens(2, 6)
-    arguments = (params, tokens, *_whole_rows(tokens))
 
-    def run():
+    def run(params):
+      arguments = (params, tokens, *_whole_rows(tokens))
       lowered = jax.jit(lambda *a: policy.hidden(*a)).lower(*arguments)
       return lowered.as_text().count("stablehlo.while"), lowered.compile()(
         *arguments
       )
 
-    loops, scanned = run()
+    loops, scanned = run(params)
     with mock.patch.object(transformer, "_UNROLLED_LAYERS", 99):
-      no_loops, unrolled = run()
-    self.assertEqual((loops, no_loops), (1, 0))
+      no_loops, unrolled = run(params)
+    none_either, apart = run(policy.unstacked(params))
+    self.assertEqual((loops, no_loops, none_either), (1, 0, 0))
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5)
+    np.testing.assert_allclose(apart, unrolled, atol=1e-5)
+
+  def test_layers_apart_are_those_of_the_stack(self):
+    policy, params = _policy("qwen3_moe")
+    apart = policy.unstacked(params)
+    self.assertIsInstance(apart["layers"], tuple)
+    self.assertLen(apart["layers"], policy.config.num_layers)
+    for index, layer in enumerate(apart["layers"]):
+      want = jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
+      self.assertEqual(jax.tree.structure(layer), jax.tree.structure(want))
+      jax.tree.map(np.testing.assert_array_equal, layer, want)
+    self.assertEqual(apart.keys(), params.keys())
+    for name in params.keys() - {"layers"}:
+      self.assertIs(apart[name], params[name])
 
   def test_remat_gives_the_same_gradient(self):
     tokens = _tokens(2, 6)

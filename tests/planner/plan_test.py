@@ -88,10 +88,13 @@ class PlanTest(parameterized.TestCase):
     seconds = {
       program.name: program.estimate.seconds for program in plan.programs
     }
-    # A first token by the prefill, four more in chunks of two; of the 16
-    # answers a step has use for 8.
+    # Two prompts of 16 tokens and their eight answers of five, in dispatches
+    # of 512 tokens read and of two for each of 16 slots.
+    tokens = {program.name: program.tokens for program in plan.programs}
+    self.assertEqual((tokens["prefill"], tokens["decode"]), (512, 32))
     self.assertAlmostEqual(
-      whole.generation_seconds, (seconds["prefill"] + 2 * seconds["decode"]) / 2
+      whole.generation_seconds,
+      32 / 512 * seconds["prefill"] + 40 / 32 * seconds["decode"],
     )
     # These have a row each, in one dispatch of 8 rows.
     self.assertAlmostEqual(
@@ -131,11 +134,13 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(ours["frozen"], theirs["trained"])
     self.assertEqual(ours["kept"], theirs["snapshot"])
     self.assertEqual((theirs["frozen"], theirs["kept"]), (0, 0))
-    trained, _ = plan_lib._work(run, VOCAB)["train_step"]
-    self.assertEqual(trained, plan_lib._work(config(), VOCAB)["train_step"][0])
+    trained, _ = plan_lib._work(run, VOCAB, read=64)["train_step"]
+    self.assertEqual(
+      trained, plan_lib._work(config(), VOCAB, read=64)["train_step"][0]
+    )
     self.assertAlmostEqual(
-      plan_lib._work(run, VOCAB)["train_step"][1] * 3 / 2,
-      plan_lib._work(config(), VOCAB)["train_step"][1],
+      plan_lib._work(run, VOCAB, read=64)["train_step"][1] * 3 / 2,
+      plan_lib._work(config(), VOCAB, read=64)["train_step"][1],
     )
     lowerings = plan_lib._lowerings(run, policy, split)
     for name in ("score", "train_step", "publish"):

@@ -139,18 +139,18 @@ class SuggestionsTest(parameterized.TestCase):
       "learner.microbatches=2 (of 1)",
       "13.0 GiB",
     )
-    # 17 GiB go with 16 rows, 17.5 GiB with 40 prompts.
+    # 17 GiB go with 16 rows, 17.5 GiB with 320 slots.
     scoring = program("score", resident=0.0)
     lines = suggest(run, scoring, frozen=2 * GIB)
     self._assert_one(lines, "learner.score_rows=12 (of 16)", "15.8 GiB")
     lines = suggest(run, program("decode", "rollout"), frozen=1.5 * GIB)
-    self._assert_one(lines, "rollout.prompts_per_batch=30 (of 40)", "15.6 GiB")
+    self._assert_one(lines, "rollout.slots=242 (of 320)", "15.7 GiB")
 
   def test_the_sampler(self):
-    # Two snapshots stay; 19.5 GiB go with 40 prompts; 2 data slices.
+    # Two snapshots stay; 19.5 GiB go with 320 slots; 2 data slices.
     run = config()
     lines = suggest(run, program("decode", "rollout", resident=GIB / 2))
-    self._assert_one(lines, "rollout.prompts_per_batch=30 (of 40)", "15.6 GiB")
+    self._assert_one(lines, "rollout.slots=242 (of 320)", "15.7 GiB")
     self._assert_one(
       lines, "mesh.rollout.tensor=2 (of 1)", "4 rollout", "10.2 GiB"
     )

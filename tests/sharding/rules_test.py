@@ -32,6 +32,7 @@ def _policies():
     changes = dict(qkv_bias=bias, qk_norm=norm, tie_embeddings=tied)
     yield _policy(**changes)
   yield _policy(**_EXPERTS)
+  yield _policy(**_EXPERTS, lora_rank=2)
 
 
 def _policy(**changes):

@@ -1,7 +1,5 @@
 """Parameters on their way: learner, host, sampler."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +39,29 @@ def _setup(train=(1, 2, 2), rollout=(2, 2), devices=None):
   return values, jax.device_put(values, shardings[0]), *shardings
 
 
+def _one_device():
+  devices = jax.devices()[:1]
+  return _setup(train=(1, 1, 1), rollout=(1, 1), devices=devices)
+
+
+def _aligned(leaf):
+  """A copy where a CPU device could read it in place."""
+  room = np.empty(leaf.nbytes + 64, np.uint8)
+  start = -room.ctypes.data % 64
+  copy = room[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+  copy[...] = leaf
+  return copy
+
+
 def _assert_equal(got, want):
   jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def _assert_placed(params, shardings):
+  for leaf, sharding in zip(
+    *map(jax.tree.leaves, (params, shardings)), strict=True
+  ):
+    assert leaf.sharding == sharding, (leaf.sharding, sharding)
 
 
 class TransferTest(parameterized.TestCase):
@@ -55,20 +74,19 @@ class TransferTest(parameterized.TestCase):
       setup = setup | dict(devices=jax.devices()[: setup["devices"]])
     values, params, train, rollout = _setup(**setup)
     snapshot = transfer.to_host(params, version=7)
-    sampler = transfer.to_mesh(snapshot, shardings=rollout, dtype=jnp.float32)
-    self.assertEqual((snapshot.version, sampler.version), (7, 7))
-    _assert_equal(sampler.params, values)
-    jax.tree.map(
-      lambda leaf, sharding: self.assertEqual(leaf.sharding, sharding),
-      sampler.params,
-      rollout,
+    self.assertEqual(snapshot.version, 7)
+    sampler = transfer.to_mesh(
+      snapshot.params, shardings=rollout, dtype=jnp.float32
     )
+    _assert_equal(sampler, values)
+    _assert_placed(sampler, rollout)
     back = transfer.to_mesh(
-      transfer.to_host(sampler.params, version=7),
+      transfer.to_host(sampler, version=7).params,
       shardings=train,
       dtype=jnp.float32,
     )
-    _assert_equal(back.params, values)
+    _assert_equal(back, values)
+    _assert_placed(back, train)
 
   @parameterized.parameters(1, 8)
   def test_a_snapshot_survives_the_donation_of_its_source(self, num_devices):
@@ -79,7 +97,9 @@ class TransferTest(parameterized.TestCase):
     )
     values, params, train, rollout = _setup(**sizes)
     snapshot = transfer.to_host(params, version=0)
-    sampler = transfer.to_mesh(snapshot, shardings=rollout, dtype=jnp.float32)
+    sampler = transfer.to_mesh(
+      snapshot.params, shardings=rollout, dtype=jnp.float32
+    )
     update = jax.jit(
       lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree),
       donate_argnums=0,
@@ -91,19 +111,28 @@ class TransferTest(parameterized.TestCase):
     jax.block_until_ready(state)
     self.assertTrue(params["embedding"].is_deleted())
     _assert_equal(snapshot.params, values)
-    _assert_equal(sampler.params, values)
+    _assert_equal(sampler, values)
 
-  def test_what_the_sampler_holds_does_not_alias_the_snapshot(self):
-    _, params, _, rollout = _setup(
-      train=(1, 1, 1), rollout=(1, 1), devices=jax.devices()[:1]
+  @parameterized.parameters("to_mesh", "share")
+  def test_no_device_array_aliases_the_host(self, function):
+    _, params, _, rollout = _one_device()
+    snapshot = transfer.to_host(params, version=0).params
+    # Parts of arrays too: a layer is a view of the layers' stack.
+    writable = dict(whole=jax.tree.map(_aligned, snapshot))
+    layer = jax.tree.map(lambda leaf: leaf[0], writable["whole"]["layers"])
+    writable["layer"] = layer
+    shardings = dict(
+      whole=rollout,
+      layer=jax.tree.map(
+        lambda _: rules.replicated(rollout["embedding"].mesh), layer
+      ),
     )
-    snapshot = transfer.to_host(params, version=0)
-    writable = dataclasses.replace(
-      snapshot, params=jax.tree.map(np.array, snapshot.params)
+    want = jax.tree.map(np.array, writable)
+    got = getattr(transfer, function)(
+      writable, shardings=shardings, dtype=jnp.float32
     )
-    sampler = transfer.to_mesh(writable, shardings=rollout, dtype=jnp.float32)
-    jax.tree.map(lambda leaf: leaf.fill(0), writable.params)
-    _assert_equal(sampler.params, snapshot.params)
+    jax.tree.map(lambda leaf: leaf.fill(0), writable)
+    _assert_equal(got, want)
 
   def test_a_snapshot_is_read_only_and_owned(self):
     _, params, _, _ = _setup()
@@ -117,11 +146,13 @@ class TransferTest(parameterized.TestCase):
   def test_casts_for_the_sampler_alone(self):
     values, params, _, rollout = _setup()
     snapshot = transfer.to_host(params, version=0)
-    sampler = transfer.to_mesh(snapshot, shardings=rollout, dtype=jnp.bfloat16)
+    sampler = transfer.to_mesh(
+      snapshot.params, shardings=rollout, dtype=jnp.bfloat16
+    )
     _assert_equal(snapshot.params, values)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), values)
     for got, want in zip(
-      jax.tree.leaves(sampler.params), jax.tree.leaves(rounded), strict=True
+      jax.tree.leaves(sampler), jax.tree.leaves(rounded), strict=True
     ):
       self.assertEqual(got.dtype, jnp.bfloat16)
       np.testing.assert_array_equal(got, want)
@@ -130,6 +161,80 @@ class TransferTest(parameterized.TestCase):
     _, params, _, rollout = _setup()
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     snapshot = transfer.to_host(half, version=0)
-    sampler = transfer.to_mesh(snapshot, shardings=rollout, dtype=jnp.bfloat16)
+    sampler = transfer.to_mesh(
+      snapshot.params, shardings=rollout, dtype=jnp.bfloat16
+    )
     self.assertEqual(snapshot.params["embedding"].dtype, jnp.bfloat16)
-    _assert_equal(sampler.params, half)
+    _assert_equal(sampler, half)
+
+
+class ShareTest(parameterized.TestCase):
+  def _same(self, got, want):
+    """By leaf, whether it is the array itself."""
+    return [
+      a is b for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)
+    ]
+
+  def test_what_lies_right_stays_where_it_is(self):
+    for values, params, train, _ in (_one_device(), _setup()):
+      got = transfer.share(params, shardings=train, dtype=jnp.float32)
+      self.assertTrue(all(self._same(got, params)))
+      _assert_equal(got, values)
+
+  def test_one_device_is_one_place_under_any_mesh(self):
+    _, params, _, rollout = _one_device()
+    got = transfer.share(params, shardings=rollout, dtype=jnp.float32)
+    self.assertTrue(all(self._same(got, params)))
+
+  def test_another_mesh_takes_a_copy(self):
+    values, params, _, rollout = _setup()
+    got = transfer.share(params, shardings=rollout, dtype=jnp.float32)
+    self.assertFalse(any(self._same(got, params)))
+    _assert_placed(got, rollout)
+    _assert_equal(got, values)
+
+  def test_another_dtype_takes_a_copy(self):
+    values, params, train, _ = _setup()
+    got = transfer.share(params, shardings=train, dtype=jnp.bfloat16)
+    _assert_placed(got, train)
+    for leaf, value in zip(*map(jax.tree.leaves, (got, values)), strict=True):
+      self.assertEqual(leaf.dtype, jnp.bfloat16)
+      np.testing.assert_array_equal(leaf, value.astype(jnp.bfloat16))
+
+  def test_another_cut_takes_a_copy_leaf_by_leaf(self):
+    values, params, train, _ = _setup()
+    embedding = train["embedding"]
+    whole = rules.replicated(embedding.mesh)
+    self.assertFalse(embedding.is_equivalent_to(whole, 2))
+    shardings = train | dict(embedding=whole)
+    got = transfer.share(params, shardings=shardings, dtype=jnp.float32)
+    _assert_placed(got, shardings)
+    _assert_equal(got, values)
+    self.assertEqual(
+      [k for k in got if not all(self._same(got[k], params[k]))], ["embedding"]
+    )
+
+  def test_a_copy_outlives_its_source(self):
+    values, params, _, rollout = _setup()
+    got = transfer.share(params, shardings=rollout, dtype=jnp.float32)
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    _assert_equal(got, values)
+
+  def test_the_source_keeps_nothing_on_the_host(self):
+    """JAX keeps what was fetched of an array that is cut, as long as it."""
+    _, params, _, rollout = _setup()
+    cut = params["embedding"]
+    self.assertFalse(cut.is_fully_replicated)
+    transfer.share(params, shardings=rollout, dtype=jnp.float32)
+    self.assertIsNone(cut._npy_value)
+    np.asarray(cut)
+    self.assertIsNotNone(cut._npy_value)
+
+  def test_arrays_of_the_host(self):
+    values, _, _, rollout = _setup()
+    got = transfer.share(values, shardings=rollout, dtype=jnp.float32)
+    _assert_placed(got, rollout)
+    _assert_equal(got, values)
+
+  def test_nothing(self):
+    self.assertEqual(transfer.share({}, shardings={}, dtype=jnp.float32), {})

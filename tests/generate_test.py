@@ -1,0 +1,101 @@
+"""The sampling engine for a published model, as a user meets it."""
+
+import functools
+import pathlib
+import tempfile
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from darl_jax.config import ConfigError
+from darl_jax.generate import Generator
+from darl_jax.rollout.sampling import Sampling
+from tests.fixtures import tiny_tokenizer
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _model() -> pathlib.Path:
+  return tiny_tokenizer.copy_model(
+    "llama-tied", pathlib.Path(_FOLDER.name) / "model"
+  )
+
+
+@functools.cache
+def _generator(**changes) -> Generator:
+  shape = dict(max_prompt_tokens=40, max_response_tokens=20, slots=16)
+  return Generator(_model(), **shape | changes)
+
+
+class GeneratorTest(parameterized.TestCase):
+  def test_greedy_continuations_are_the_models(self):
+    """Token for token what another implementation wrote down."""
+    model = _generator(sampling=Sampling(temperature=0.0))
+    with np.load(_model() / "expected.npz") as file:
+      expected = file["greedy"].astype(np.int32)
+    answers = model.generate(list(expected[:, :12]))
+    for answer, row in zip(answers, expected, strict=True):
+      wanted = row[12 : 12 + len(answer.response)]
+      np.testing.assert_array_equal(answer.response, wanted)
+
+  def test_text_goes_through_the_chat_template(self):
+    model = _generator()
+    [answer] = model.generate(["Add 2 and 3."])
+    prompt = answer.tokens[~answer.loss_mask]
+    np.testing.assert_array_equal(
+      prompt, model.tokenizer.encode_prompt("Add 2 and 3.")
+    )
+    self.assertEqual(
+      model.text(answer), model.tokenizer.decode(answer.response)
+    )
+
+  def test_samples_in_the_prompts_order(self):
+    model = _generator(samples=3)
+    prompts = [np.arange(10, 10 + n, dtype=np.int32) for n in (7, 1, 4, 9)]
+    answers = model.generate(prompts)
+    self.assertLen(answers, 12)
+    for index, answer in enumerate(answers):
+      np.testing.assert_array_equal(
+        answer.tokens[~answer.loss_mask], prompts[index // 3]
+      )
+    self.assertLen({answer.tokens.tobytes() for answer in answers}, 12)
+
+  def test_asked_again_it_answers_anew(self):
+    model = _generator(samples=3)
+    prompt = [np.arange(10, 15, dtype=np.int32)]
+    first, second = (
+      [answer.tokens.tolist() for answer in model.generate(prompt)]
+      for _ in range(2)
+    )
+    self.assertNotEqual(first, second)
+
+  def test_truncation_reaches_the_engine(self):
+    greedy = _generator(sampling=Sampling(temperature=0.0))
+    nearly = _generator(sampling=Sampling(temperature=1.0, top_k=1))
+    prompts = [np.arange(10, 18, dtype=np.int32)]
+    [want], [got] = greedy.generate(prompts), nearly.generate(prompts)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    # One token is certain, where greedy log-probs are of all of them.
+    np.testing.assert_allclose(got.behavior_logprobs, 0.0, atol=1e-6)
+    self.assertLess(want.behavior_logprobs.min(), -0.1)
+
+  def test_bad_input(self):
+    with self.assertRaisesRegex(ValueError, "41 tokens, more than the 40"):
+      _generator().generate([np.zeros(41, np.int32)])
+    with self.assertRaises(ConfigError):
+      Generator(_FOLDER.name)
+
+  def test_stream_yields_what_is_ready(self):
+    model = _generator()
+    prompts = [np.arange(10, 10 + n, dtype=np.int32) for n in range(1, 9)]
+    seen = dict(model.stream(prompts))
+    self.assertCountEqual(seen, range(8))
+    self.assertTrue(all(len(answers) == 1 for answers in seen.values()))
+
+  def test_bfloat16(self):
+    model = _generator(dtype="bfloat16")
+    [answer] = model.generate([np.arange(10, 14, dtype=np.int32)])
+    self.assertTrue(np.all(np.isfinite(answer.behavior_logprobs)))
+    self.assertEqual(model._snapshot.params["embedding"].dtype, jnp.bfloat16)
