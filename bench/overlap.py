@@ -5,9 +5,10 @@
 Runs the same steps synchronously (sync_grpo) and asynchronously (async_grpo),
 side by side in one process, with and without a delay injected into generation.
 The delay stands for hardware that two cores do not have: it sleeps after each
-generated batch for a long-tailed time (log-normal, sigma 0.8, the same draws
-for both runs) whose mean makes generation as long as a learner step. Prints
-one JSON line; the first steps, which compile, are left out of the times.
+batch's worth of generated groups for a long-tailed time (log-normal, sigma 0.8,
+the same draws for both runs) whose mean makes generation as long as a learner
+step. Prints one JSON line; the first steps, which compile, are left out of the
+times.
 """
 
 import argparse
@@ -41,10 +42,15 @@ def make_delayed_engine(mean_s: float, *, batches: int, seed: int = 0):
   delays = itertools.cycle(delays * mean_s / delays.mean())
 
   class DelayedEngine(Engine):
-    def generate(self, prompts, **kwargs):
-      generated = super().generate(prompts, **kwargs)
-      time.sleep(next(delays))
-      return generated
+    delivered = 0
+
+    def step(self, snapshot):
+      groups = super().step(snapshot)
+      for _ in groups:
+        self.delivered += 1
+        if self.delivered % self.config.prompts_per_batch == 0:
+          time.sleep(next(delays))
+      return groups
 
   return DelayedEngine
 
