@@ -513,9 +513,19 @@ class PoolTest(parameterized.TestCase):
       text=True,
       env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     ) as parent:
-      worker = psutil.Process(int(parent.stderr.readline().rpartition("=")[2]))
-      time.sleep(0.2)
-      parent.kill()
+      overdue = threading.Timer(2 * PATIENCE_S, parent.kill)
+      overdue.start()
+      try:
+        # Libraries may have something to say before.
+        said = [parent.stderr.readline()]
+        while said[-1] and "pid=" not in said[-1]:
+          said.append(parent.stderr.readline())
+        self.assertIn("pid=", said[-1], said)
+        worker = psutil.Process(int(said[-1].rpartition("=")[2]))
+        time.sleep(0.2)
+      finally:
+        overdue.cancel()
+        parent.kill()  # Or leaving the block would wait for it.
       gone, _ = psutil.wait_procs([worker], timeout=PATIENCE_S)
       self.assertLen(gone, 1)
 
