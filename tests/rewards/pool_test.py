@@ -501,7 +501,7 @@ class PoolTest(parameterized.TestCase):
         fail=sys.stderr.write,
       )
       def deliver(group):
-        sys.stderr.write(group.failures[0] + chr(10))
+        sys.stderr.write(str(group.failures[0]) + chr(10))
       pool.submit([pool_test.make_group(0, ["pid"])], deliver=deliver)
       pool.join(60)
       pool.submit([pool_test.make_group(1, [{order!r}])], deliver=deliver)
