@@ -40,7 +40,7 @@ def get_config() -> config_dict.ConfigDict:
       prompts_per_batch=40,
       samples_per_prompt=8,
       max_response_tokens=4,
-      chunk_tokens=1,
+      chunk_tokens=4,
       slots=0,
       cache_tokens=0,
       prefill_tokens=256,
