@@ -121,7 +121,6 @@ class Decoder:
     self._page_tokens = page_tokens
     self._dtype = dtype
     self.unstacked = unstacked
-    self._mesh = mesh
     self._replicas = mesh.shape["data"]
     self._partition = rules.partition(mesh, rules.ROLLOUT_RULES)
     rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)

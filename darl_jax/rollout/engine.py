@@ -135,13 +135,10 @@ class Engine:
       ConfigError: The cache has no room for the longest sample.
     """
     self.config = config
-    self._policy = policy
-    self._mesh = mesh
     self._replicas = mesh.shape["data"]
     self._max_prompt_tokens = max_prompt_tokens
     self._stop_ids = frozenset(stop_ids)
     self._pad_id = pad_id
-    self._seed = seed
     self._page = config.chunk_tokens
     self._decoder = Decoder(
       policy,
