@@ -22,6 +22,9 @@ _SPLASH_BLOCKS = (1024, 512, 256, 128)
 # Queries whose scores are held at a time where there is no such kernel.
 _QUERY_BLOCK = 1024
 
+# Cosines and sines, float32 [B, T, 1, H/2].
+Rotations = tuple[jax.Array, jax.Array]
+
 
 def rotary_frequencies(config: ModelConfig) -> jax.Array:
   """Radians per position of each pair, float32 [H/2].
@@ -43,23 +46,34 @@ def rotary_frequencies(config: ModelConfig) -> jax.Array:
   return frequency * (kept + (1 - kept) / config.rope_scaling_factor)
 
 
-def rotary(
-  x: jax.Array, positions: jax.Array, *, frequencies: jax.Array
-) -> jax.Array:
+def rotations(positions: jax.Array, *, frequencies: jax.Array) -> Rotations:
+  """How far ``rotary`` turns each pair at each position.
+
+  Args:
+    positions: int32 [B, T].
+    frequencies: float32 [H/2], as from ``rotary_frequencies``.
+
+  Returns:
+    Cosines and sines of the angles, which are float32.
+  """
+  angle = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
+  angle = angle[:, :, None, :]
+  # Left to itself XLA for CPUs computes them again for every head and layer.
+  return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+
+def rotary(x: jax.Array, turns: Rotations) -> jax.Array:
   """Rotates pairs (i, i + H/2) of each head by position (RoFormer; Llama's
   half-split layout).
 
   Args:
     x: [B, T, heads, H].
-    positions: int32 [B, T].
-    frequencies: float32 [H/2], as from ``rotary_frequencies``.
+    turns: As from ``rotations``.
 
   Returns:
-    [B, T, heads, H] in x's dtype; angles are computed in float32.
+    [B, T, heads, H] in x's dtype, computed in float32.
   """
-  angle = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
-  cos = jnp.cos(angle)[:, :, None, :]
-  sin = jnp.sin(angle)[:, :, None, :]
+  cos, sin = turns
   left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = [left * cos - right * sin, right * cos + left * sin]
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
@@ -213,8 +227,8 @@ def attend(
   Returns:
     [B, T, N, H] in the query's dtype; scores and softmax are float32.
   """
-  key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-  return attend_ranges(query, ((key, value, mask),))
+  keys, values = jnp.moveaxis(key, 1, 3), jnp.swapaxes(value, 1, 2)
+  return attend_ranges(query, ((keys, values, mask),))
 
 
 def attend_ranges(
@@ -225,10 +239,10 @@ def attend_ranges(
 
   Args:
     query: [B, T, N, H].
-    ranges: Keys and values [Q, M, S, H] and mask bool [Q, T, S] of each, with
-      an S and a Q of their own: B / Q consecutive rows share an entry, whose
-      keys and values are read once for all of them. Every query must be allowed
-      at least one key.
+    ranges: Keys [Q, M, H, S], values [Q, M, S, H] and mask bool [Q or B, T, S]
+      of each, with an S and a Q of their own: B / Q consecutive rows share an
+      entry, whose keys and values are read once for all of them. Every query
+      must be allowed at least one key.
 
   Returns:
     [B, T, N, H] in the query's dtype; scores and softmax are float32.
@@ -257,7 +271,7 @@ def attend_ranges(
   def scores(key: jax.Array, mask: jax.Array) -> jax.Array:
     products = apart(
       jnp.einsum(
-        "qmxh,qmsh->qmxs",
+        "qmxh,qmhs->qmxs",
         shared(grouped, key.shape[0]),
         key,
         preferred_element_type=jnp.float32,
@@ -270,7 +284,7 @@ def attend_ranges(
     jnp.concatenate([scores(key, mask) for key, _, mask in ranges], axis=-1),
     axis=-1,
   )
-  ends = np.cumsum([key.shape[2] for key, _, _ in ranges])[:-1]
+  ends = np.cumsum([key.shape[3] for key, _, _ in ranges])[:-1]
   out = sum(
     apart(
       jnp.einsum(

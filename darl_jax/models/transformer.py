@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from darl_jax.config import ModelConfig
 from darl_jax.kernels.partition import Partition
@@ -33,6 +34,23 @@ _UNROLLED_LAYERS = 4
 
 # Queries, keys and values to the attended values and anything kept.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+# Axes of each kernel that its input is contracted with, of dense layers.
+_INPUT_AXES = dict(query=1, key=1, value=1, output=2, gate=1, up=1, down=1)
+
+
+class _Layout(NamedTuple):
+  """How parameters lie.
+
+  Attributes:
+    partition: How they are cut; None for whole ones.
+    outputs_first: Whether kernels are [outputs..., inputs...], as
+      ``Policy.unstacked`` makes them.
+  """
+
+  partition: Partition | None
+  outputs_first: bool
 
 
 def _scale(size: int, axis: str) -> Parameter:
@@ -121,10 +139,20 @@ def _product_backward(cut, saved, cotangent):
 _product.defvjp(_product_forward, _product_backward)
 
 
+def _transposed_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """x [tokens, inputs] times the transpose of a kernel [outputs, inputs].
+
+  XLA for CPUs copies the second factor of a product into tiles at each call, so
+  the small one must be it, and would itself swap the factors back.
+  """
+  inputs = jax.lax.optimization_barrier(x.T)
+  return jax.lax.optimization_barrier(kernel.astype(x.dtype) @ inputs).T
+
+
 def _project(
   x: jax.Array,
   kernel: Parameter,
-  partition: Partition | None,
+  layout: _Layout,
   *,
   num_inputs: int = 1,
   adapter: lora.Adapter | None = None,
@@ -136,22 +164,29 @@ def _project(
 
   Args:
     x: [B, T, inputs...].
-    kernel: [inputs..., outputs...].
-    partition: How the kernel is cut; None for a whole one.
-    num_inputs: Leading axes of the kernel to contract.
+    kernel: [inputs..., outputs...], or as the layout says.
+    layout: How the kernel lies.
+    num_inputs: Axes of the kernel to contract.
     adapter: Of the kernel; its two thin products are added.
 
   Returns:
     [B, T, outputs...] in x's dtype.
   """
-  tokens, outputs = x.shape[:2], kernel.shape[num_inputs:]
-  width = math.prod(kernel.shape[:num_inputs])
-  product = _product(x.reshape(-1, width), kernel[...], _cut(kernel, partition))
+  tokens, values = x.shape[:2], kernel[...]
+  if layout.outputs_first:
+    outputs = values.shape[: values.ndim - num_inputs]
+    matrix = values.reshape(math.prod(outputs), -1)
+    product = _transposed_product(x.reshape(-1, matrix.shape[1]), matrix)
+  else:
+    outputs = values.shape[num_inputs:]
+    rows = x.reshape(-1, math.prod(values.shape[:num_inputs]))
+    product = _product(rows, values, _cut(kernel, layout.partition))
   product = product.reshape(*tokens, *outputs)
   if adapter is None:
     return product
-  inner = _project(x, adapter.a, partition, num_inputs=num_inputs)
-  return product + adapter.scale * _project(inner, adapter.b, partition)
+  factors = _Layout(layout.partition, outputs_first=False)
+  inner = _project(x, adapter.a, factors, num_inputs=num_inputs)
+  return product + adapter.scale * _project(inner, adapter.b, factors)
 
 
 class Attention(nnx.Module):
@@ -199,18 +234,18 @@ class Attention(nnx.Module):
   def __call__(
     self,
     x: jax.Array,
-    positions: jax.Array,
+    turns: attention.Rotations,
     attend: Attend,
-    partition: Partition | None,
+    layout: _Layout,
   ) -> tuple[jax.Array, Any]:
     """Projects x to queries, keys and values, attends, and projects back.
 
     Args:
       x: [B, T, D].
-      positions: int32 [B, T].
+      turns: Of the tokens' positions.
       attend: From queries [B, T, N, H], keys and values [B, T, M, H] to
         [B, T, N, H] and anything that it keeps.
-      partition: How the parameters are cut; None for whole ones.
+      layout: How the kernels lie.
 
     Returns:
       [B, T, D], and what ``attend`` keeps.
@@ -219,7 +254,7 @@ class Attention(nnx.Module):
 
     def project(name: str) -> jax.Array:
       kernel, adapter = getattr(self, name), self.adapters.get(name)
-      heads = _project(x, kernel, partition, adapter=adapter)
+      heads = _project(x, kernel, layout, adapter=adapter)
       if config.qkv_bias:
         bias = getattr(self, f"{name}_bias")
         heads = heads + bias[...].astype(dtype)[None, None]
@@ -229,13 +264,12 @@ class Attention(nnx.Module):
     if config.qk_norm:
       query = rms_norm(query, self.query_norm[...], eps=config.norm_eps)
       key = rms_norm(key, self.key_norm[...], eps=config.norm_eps)
-    frequencies = attention.rotary_frequencies(config)
-    query = attention.rotary(query, positions, frequencies=frequencies)
-    key = attention.rotary(key, positions, frequencies=frequencies)
+    query = attention.rotary(query, turns)
+    key = attention.rotary(key, turns)
     out, kept = attend(query, key, value)
     adapter = self.adapters.get("output")
     return (
-      _project(out, self.output, partition, num_inputs=2, adapter=adapter),
+      _project(out, self.output, layout, num_inputs=2, adapter=adapter),
       kept,
     )
 
@@ -260,10 +294,10 @@ class FeedForward(nnx.Module):
       rngs=rngs,
     )
 
-  def __call__(self, x: jax.Array, partition: Partition | None) -> jax.Array:
+  def __call__(self, x: jax.Array, layout: _Layout) -> jax.Array:
     def project(x: jax.Array, name: str) -> jax.Array:
       kernel, adapter = getattr(self, name), self.adapters.get(name)
-      return _project(x, kernel, partition, adapter=adapter)
+      return _project(x, kernel, layout, adapter=adapter)
 
     gated = jax.nn.silu(project(x, "gate")) * project(x, "up")
     return project(gated, "down")
@@ -302,20 +336,20 @@ class MixtureOfExperts(nnx.Module):
     kernel, adapter = getattr(self, name)[...], self.adapters.get(name)
     return kernel if adapter is None else adapter.merged(kernel)
 
-  def __call__(self, x: jax.Array, partition: Partition | None) -> jax.Array:
+  def __call__(self, x: jax.Array, layout: _Layout) -> jax.Array:
     weights, chosen = experts.route(
       x,
       self._kernel("router"),
       experts_per_token=self.config.experts_per_token,
       normalize=self.config.normalize_expert_weights,
-      partition=partition,
+      partition=layout.partition,
     )
     return experts.mix(
       x,
       weights,
       chosen,
       *(self._kernel(name) for name in ("gate", "up", "down")),
-      partition=partition,
+      partition=layout.partition,
     )
 
 
@@ -333,16 +367,16 @@ class Block(nnx.Module):
   def __call__(
     self,
     x: jax.Array,
-    positions: jax.Array,
+    turns: attention.Rotations,
     attend: Attend,
-    partition: Partition | None,
+    layout: _Layout,
   ) -> tuple[jax.Array, Any]:
     eps = self.config.norm_eps
     normed = rms_norm(x, self.attention_norm[...], eps=eps)
-    attended, kept = self.attention(normed, positions, attend, partition)
+    attended, kept = self.attention(normed, turns, attend, layout)
     x = x + attended
     normed = rms_norm(x, self.feed_forward_norm[...], eps=eps)
-    return x + self.feed_forward(normed, partition), kept
+    return x + self.feed_forward(normed, layout), kept
 
 
 class Transformer(nnx.Module):
@@ -417,17 +451,47 @@ class Policy:
     return nnx.traversals.unflatten_mapping(axes)
 
   def unstacked(self, params: Params) -> Params:
-    """The same parameters, with a dict of its own for each layer.
+    """The same parameters as XLA's backend for CPUs reads them fastest.
+
+    Each layer has a dict of its own, in which the kernels of dense layers are
+    [outputs..., inputs...].
 
     Args:
-      params: Arrays, or anything that ``[i]`` takes a layer out of.
+      params: Arrays, of the device or of the host.
     """
 
+    def leaf(path: KeyPath, stacked: Any, index: int) -> Any:
+      inputs = self._input_axes(path)
+      axes = (*range(inputs, stacked.ndim - 1), *range(inputs))
+      return stacked[index].transpose(axes)
+
     def layer(index: int) -> Params:
-      return jax.tree.map(lambda leaf: leaf[index], params["layers"])
+      return jax.tree_util.tree_map_with_path(
+        functools.partial(leaf, index=index), params["layers"]
+      )
 
     layers = tuple(map(layer, range(self.config.num_layers)))
     return {**params, "layers": layers}
+
+  def unstacked_shardings(self, shardings: Params) -> Params:
+    """Where ``unstacked`` parameters lie, of which the stacked ones lie so."""
+    if not shardings:
+      return {}
+
+    def leaf(path: KeyPath, stacked: NamedSharding) -> NamedSharding:
+      axes, inputs = stacked.spec[1:], self._input_axes(path)
+      spec = PartitionSpec(*axes[inputs:], *axes[:inputs])
+      return NamedSharding(stacked.mesh, spec)
+
+    layer = jax.tree_util.tree_map_with_path(leaf, shardings["layers"])
+    return {**shardings, "layers": (layer,) * self.config.num_layers}
+
+  def _input_axes(self, path: KeyPath) -> int:
+    """Leading axes of a layer's leaf that go behind the others."""
+    block, leaf = path[0].key, path[-1].key
+    if block == "feed_forward" and self.config.num_experts:
+      return 0
+    return _INPUT_AXES.get(leaf, 0)
 
   def hidden(
     self,
@@ -503,7 +567,7 @@ class Policy:
         )
       else:
         mask = attention.packed_mask(segment_ids)
-        own = (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), mask)
+        own = (jnp.moveaxis(key, 1, 3), jnp.swapaxes(value, 1, 2), mask)
         before = _part(context, layer, tokens.shape[1])
         out = attention.attend_ranges(query, (before, own))
       heads_first = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), (key, value))
@@ -553,7 +617,8 @@ class Policy:
       )
       mask = jnp.broadcast_to(among[None], (len(tokens), *among.shape))
       ranges = [_part(span, layer, num_tokens) for span in spans]
-      ranges.append((written.keys[layer], written.values[layer], mask))
+      keys = jnp.swapaxes(written.keys[layer], 2, 3)
+      ranges.append((keys, written.values[layer], mask))
       out = attention.attend_ranges(query, ranges)
       return out, (written.keys, written.values), None
 
@@ -624,11 +689,15 @@ class Policy:
       state = jax.tree.map(lambda leaf: leaf, state)
       nnx.replace_by_pure_dict(state, layer_params)
       block = nnx.merge(graphdef, state)
-      x, (new_carry, kept) = block(x, positions, attend_here, partition)
+      x, (new_carry, kept) = block(x, turns, attend_here, layout)
       return (pinned(x), new_carry), kept
 
     x = pinned(params["embedding"][tokens].astype(dtype))
     layers, num_layers = params["layers"], self.config.num_layers
+    layout = _Layout(partition, outputs_first=isinstance(layers, tuple))
+    turns = attention.rotations(
+      positions, frequencies=attention.rotary_frequencies(self.config)
+    )
     layer = _rematerialised(layer, remat)
     if isinstance(layers, tuple):
       each = []

@@ -263,7 +263,7 @@ class Decoder:
     keys, values = (
       self._by_layer(gather, layers) for layers in (pages.keys, pages.values)
     )
-    return Span(keys, values, mask)
+    return Span.of(keys, values, mask)
 
   def _written(
     self, pages: Pages, keys: Layers, values: Layers, where: jax.Array

@@ -37,11 +37,10 @@ from darl_jax.types import (
 _KEY_WORDS = 2
 # Folded into the run's seed: the parameters start from the bare one.
 _SAMPLING_STREAM = 1
-# Rows of prefill are at least as long: several short prompts share one.
-_MIN_ROW_TOKENS = 256
-# Page tables of decode have at most so many widths, each half of the next.
-_MAX_WIDTHS = 3
-_MIN_WIDTH = 4
+# Page tables of decode have at most so many widths, in equal steps of at least
+# so many tokens.
+_MAX_WIDTHS = 4
+_MIN_STEP_TOKENS = 32
 # Samples of a prompt attend to it together from so many tokens on. Below, it
 # costs more to arrange the queries than to read its keys for each of them.
 _SHARED_TOKENS = 128
@@ -159,7 +158,8 @@ class Engine:
     )
     self._widths = _widths(
       # A sample that lost its pages has a prefix that ends anywhere.
-      self._pages_of(longest) + 1
+      self._pages_of(longest) + 1,
+      self._page,
     )
     self._num_pages = self._count_pages(longest)
     self._schedules = [
@@ -175,8 +175,9 @@ class Engine:
     self._snapshot: PolicySnapshot | None = None
     self._epoch = 0
     # A piece of a row begins at a page's first slot.
+    least = min(_min_row_tokens(mesh), config.prefill_tokens)
     self._row_tokens = self._page * self._pages_of(
-      max(max_prompt_tokens - 1, min(_MIN_ROW_TOKENS, config.prefill_tokens))
+      max(max_prompt_tokens - 1, least)
     )
     self._prefill_rows = max(1, config.prefill_tokens // self._row_tokens)
     self._rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
@@ -669,12 +670,19 @@ def _pack(
   return rows
 
 
-def _widths(most: int) -> tuple[int, ...]:
-  """Widths of page tables: the most, and halves of it."""
-  widths = [most]
-  while len(widths) < _MAX_WIDTHS and widths[0] // 2 >= _MIN_WIDTH:
-    widths.insert(0, -(-widths[0] // 2))
-  return tuple(widths)
+def _min_row_tokens(mesh: Mesh) -> int:
+  """Rows of prefill are at least as long; several short prompts share one.
+
+  Attention kernels of accelerators want tiles. A CPU computes a row's attention
+  whole, and short rows waste less of it.
+  """
+  return 1 if mesh.devices.flat[0].platform == "cpu" else 256
+
+
+def _widths(most: int, page_tokens: int) -> tuple[int, ...]:
+  """Widths of page tables, in pages; the most last."""
+  step = max(-(-_MIN_STEP_TOKENS // page_tokens), -(-most // _MAX_WIDTHS))
+  return (*range(step, most, step), most)
 
 
 def _trajectory(sample: Sample) -> Trajectory:

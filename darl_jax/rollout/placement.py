@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
@@ -45,7 +45,7 @@ class Placement:
     if self._apart:
       self._shapes = jax.eval_shape(policy.unstacked, self._shapes)
     self._trained_shardings, self._frozen_shardings = (
-      self._layer_by_layer(part) if self._apart else part
+      policy.unstacked_shardings(part) if self._apart else part
       for part in lora.split(self.shardings)
     )
     self._frozen: Params = {}
@@ -96,14 +96,3 @@ class Placement:
       self._shapes,
       lora.join(self._trained_shardings, self._frozen_shardings),
     )
-
-  def _layer_by_layer(self, shardings: Params) -> Params:
-    """Without the axis of layers, and a dict for each of them."""
-    if not shardings:
-      return {}
-    layer = jax.tree.map(
-      lambda each: NamedSharding(each.mesh, PartitionSpec(*each.spec[1:])),
-      shardings["layers"],
-    )
-    layers = (layer,) * self._policy.config.num_layers
-    return {**shardings, "layers": layers}

@@ -26,13 +26,19 @@ def _random(*shape, seed=0):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def _rotary(x, positions, frequencies):
+  return attention.rotary(
+    x, attention.rotations(positions, frequencies=frequencies)
+  )
+
+
 class RotaryTest(parameterized.TestCase):
   def test_rotates_pairs_half_a_head_apart(self):
     x = _random(2, 5, 3, 8)
     positions = np.array([[0, 1, 2, 3, 4], [7, 0, 1, 100, 2]], np.int32)
     theta = 500.0
-    got = attention.rotary(
-      jnp.asarray(x), jnp.asarray(positions), frequencies=_frequencies(8, theta)
+    got = _rotary(
+      jnp.asarray(x), jnp.asarray(positions), _frequencies(8, theta)
     )
     # Each pair is a complex number, turned by position * theta^(-2i / H).
     pairs = x[..., :4] + 1j * x[..., 4:]
@@ -48,12 +54,8 @@ class RotaryTest(parameterized.TestCase):
     @jax.jit
     def score(query_position, key_position):
       return jnp.sum(
-        attention.rotary(
-          query, jnp.full((1, 1), query_position), frequencies=frequencies
-        )
-        * attention.rotary(
-          key, jnp.full((1, 1), key_position), frequencies=frequencies
-        )
+        _rotary(query, jnp.full((1, 1), query_position), frequencies)
+        * _rotary(key, jnp.full((1, 1), key_position), frequencies)
       )
 
     np.testing.assert_allclose(score(9, 4), score(105, 100), rtol=1e-4)
@@ -62,9 +64,7 @@ class RotaryTest(parameterized.TestCase):
   def test_angles_are_float32_in_bfloat16(self):
     x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
     # 257 is not a bfloat16: rounded to 256, it would turn by a radian less.
-    got = attention.rotary(
-      x, jnp.full((1, 1), 257), frequencies=_frequencies(4, 1e4)
-    )
+    got = _rotary(x, jnp.full((1, 1), 257), _frequencies(4, 1e4))
     self.assertEqual(got.dtype, jnp.bfloat16)
     want = np.cos(257) - np.sin(257)
     np.testing.assert_allclose(float(got[0, 0, 0, 0]), want, atol=0.01)
@@ -170,8 +170,9 @@ class RangesTest(parameterized.TestCase):
     return _random(self._batch, self._length, self._heads, self._dim)
 
   def _range(self, entries, slots, *, seed):
-    shape = entries, self._kv_heads, slots, self._dim
-    key, value = (_random(*shape, seed=2 * seed + i) for i in range(2))
+    heads, dim = self._kv_heads, self._dim
+    key = _random(entries, heads, dim, slots, seed=2 * seed)
+    value = _random(entries, heads, slots, dim, seed=2 * seed + 1)
     rng = np.random.default_rng(seed)
     mask = rng.random((entries, self._length, slots)) < 0.6
     return key, value, mask
@@ -195,7 +196,7 @@ class RangesTest(parameterized.TestCase):
     ]
     keys, values, masks = zip(*apiece, strict=True)
     return (
-      np.concatenate(keys, axis=2),
+      np.concatenate(keys, axis=3),
       np.concatenate(values, axis=2),
       np.concatenate(masks, axis=2),
     )
@@ -207,7 +208,7 @@ class RangesTest(parameterized.TestCase):
     # ``attend`` has a test of its own, and one range.
     key, value, mask = self._as_one(ranges)
     want = attention.attend(
-      query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask
+      query, np.moveaxis(key, 3, 1), value.swapaxes(1, 2), mask
     )
     got = jax.jit(attention.attend_ranges)(query, ranges)
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -245,8 +246,8 @@ class RangesTest(parameterized.TestCase):
     query = np.array([256.0, 1.0, 0, 0], np.float32).reshape(1, 1, 1, 4)
     ranges = []
     for index in range(2):
-      key = np.zeros((1, 1, 1, 4), np.float32)
-      key[..., 0], key[..., 1] = 2.0, 2.0 * index
+      key = np.zeros((1, 1, 4, 1), np.float32)
+      key[:, :, 0], key[:, :, 1] = 2.0, 2.0 * index
       value = np.full((1, 1, 1, 4), float(index), np.float32)
       half = [jnp.asarray(x, jnp.bfloat16) for x in (key, value)]
       ranges.append((*half, jnp.ones((1, 1, 1), bool)))

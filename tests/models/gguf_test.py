@@ -609,7 +609,7 @@ class SmolLM2Test(parameterized.TestCase):
         dtype=jnp.float32,
       )
       last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-      return choose(params, last[:, 0]), Span(keys, values, real)
+      return choose(params, last[:, 0]), Span.of(keys, values, real)
 
     @jax.jit
     def extend(params, tokens, positions, span, tail):

@@ -189,7 +189,7 @@ class ParityTest(parameterized.TestCase):
         dtype=jnp.float32,
         partition=partition,
       )
-      span = Span(keys, values, jnp.ones(prompt.shape, bool))
+      span = Span.of(keys, values, jnp.ones(prompt.shape, bool))
       tail = kv_cache.empty_tail(
         config, rows=batch, slots=new, dtype=jnp.float32
       )

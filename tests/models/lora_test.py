@@ -215,7 +215,7 @@ class SumTest(parameterized.TestCase):
       params, tokens[:, :5], positions[:, :5], np.ones((2, 5), np.int32)
     )
     np.testing.assert_allclose(hidden, want[:, :5], atol=2e-5)
-    span = Span(keys, values, np.ones((2, 5), bool))
+    span = Span.of(keys, values, np.ones((2, 5), bool))
     tail = kv_cache.empty_tail(
       policy.config, rows=2, slots=4, dtype=jnp.float32, unstacked=apart
     )

@@ -174,7 +174,7 @@ def _span(keys, values, mask):
   def spoilt(layer):
     return np.where(mask[:, None, :, None], layer, np.float32(1e6))
 
-  return Span(_each(spoilt, keys), _each(spoilt, values), mask)
+  return Span.of(_each(spoilt, keys), _each(spoilt, values), mask)
 
 
 def _entries(span, which):
@@ -255,7 +255,7 @@ class CacheTest(parameterized.TestCase):
     self.assertLen(prompts.keys, policy.config.num_layers)
     # Two dispatches of two tokens: the second reads what the first wrote, and
     # the first reads nothing of a span that has no token yet.
-    room = _each(lambda layer: layer[:, :, :3], prompts.keys)
+    room = _each(lambda layer: layer[:, :, :3], prompts.values)
     before = _span(room, room, np.zeros((3, 3), bool))
     parts = []
     for start in (0, 2):
@@ -293,13 +293,14 @@ class CacheTest(parameterized.TestCase):
       np.testing.assert_allclose(
         hidden[row, :count], whole[row, here], atol=2e-5
       )
-      for name in ("keys", "values"):
-        for mine, all_at_once in zip(
-          getattr(got, name), getattr(want, name), strict=True
-        ):
-          np.testing.assert_allclose(
-            mine[row, :, :count], all_at_once[row, :, here], atol=2e-5
-          )
+      for mine, all_at_once in zip(got.keys, want.keys, strict=True):
+        np.testing.assert_allclose(
+          mine[row, :, :, :count], all_at_once[row, :, :, here], atol=2e-5
+        )
+      for mine, all_at_once in zip(got.values, want.values, strict=True):
+        np.testing.assert_allclose(
+          mine[row, :, :count], all_at_once[row, :, here], atol=2e-5
+        )
 
   def test_rows_that_share_entries(self):
     """One beginning for all, two prompts, three samples of each."""
@@ -455,14 +456,26 @@ class ProgramTest(parameterized.TestCase):
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5)
     np.testing.assert_allclose(apart, unrolled, atol=1e-5)
 
-  def test_layers_apart_are_those_of_the_stack(self):
-    policy, params = _policy("qwen3_moe")
+  @parameterized.parameters("qwen2", "qwen3_moe")
+  def test_layers_apart_are_those_of_the_stack(self, family):
+    policy, params = _policy(family)
     apart = policy.unstacked(params)
     self.assertIsInstance(apart["layers"], tuple)
     self.assertLen(apart["layers"], policy.config.num_layers)
+    # Outputs first: of experts' kernels, which have three axes, none.
+    turned = dict(query=(1, 2, 0), key=(1, 2, 0), value=(1, 2, 0))
+    turned |= dict(output=(2, 0, 1))
+    if family == "qwen2":
+      turned |= dict(gate=(1, 0), up=(1, 0), down=(1, 0))
     for index, layer in enumerate(apart["layers"]):
       want = jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
       self.assertEqual(jax.tree.structure(layer), jax.tree.structure(want))
+      want = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.transpose(
+          turned.get(path[-1].key, range(leaf.ndim))
+        ),
+        want,
+      )
       jax.tree.map(np.testing.assert_array_equal, layer, want)
     self.assertEqual(apart.keys(), params.keys())
     for name in params.keys() - {"layers"}:

@@ -206,7 +206,7 @@ def _read(params, tokens, start, stop, keys, values, temperature, *, width):
     at[None],
     here,
     dtype=jnp.float32,
-    context=Span(keys, values, (jnp.arange(2 * width) < start)[None]),
+    context=Span.of(keys, values, (jnp.arange(2 * width) < start)[None]),
   )
   logits = hidden[0] @ _policy().unembedding(params).T / temperature
 
@@ -820,7 +820,7 @@ class PartsTest(parameterized.TestCase):
     (256, 16, (1, 16), 2),
   )
   def test_short_prompts_share_a_row(self, least, tokens, shape, dispatches):
-    with mock.patch.object(engine_lib, "_MIN_ROW_TOKENS", least):
+    with mock.patch.object(engine_lib, "_min_row_tokens", return_value=least):
       engine = _engine(samples_per_prompt=2, slots=16, prefill_tokens=tokens)
     # Of 2 + 2, 1 + 1 + 2 pages.
     prompts = [
@@ -986,11 +986,13 @@ class CompilesTest(parameterized.TestCase):
     self.assertEqual(engine.compiles(), compiles)
 
   def test_widths(self):
-    self.assertEqual(engine_lib._widths(1), (1,))
-    self.assertEqual(engine_lib._widths(7), (7,))
-    self.assertEqual(engine_lib._widths(8), (4, 8))
-    self.assertEqual(engine_lib._widths(100), (25, 50, 100))
-    self.assertEqual(_engine(**_LONG)._widths, (6, 11))
+    self.assertEqual(engine_lib._widths(1, 16), (1,))
+    self.assertEqual(engine_lib._widths(3, 16), (2, 3))
+    self.assertEqual(engine_lib._widths(8, 16), (2, 4, 6, 8))
+    self.assertEqual(engine_lib._widths(8, 4), (8,))
+    self.assertEqual(engine_lib._widths(101, 1), (32, 64, 96, 101))
+    self.assertEqual(engine_lib._widths(401, 1), (101, 202, 303, 401))
+    self.assertEqual(_engine(**_LONG)._widths, (8, 11))
 
 
 class RefusalTest(parameterized.TestCase):

@@ -108,13 +108,27 @@ class PlaceTest(parameterized.TestCase):
     _assert_equal(placed.params, want)
     _assert_as(placement.abstract(), placed.params)
     layers = placed.params["layers"]
-    query = (layers[1] if apart else layers)["attention"]["query"]
-    stack = () if apart else (None,)
-    spec = PartitionSpec(*stack, None, "tensor", None)
-    self.assertEqual(query.sharding, NamedSharding(_mesh(), spec))
-    self.assertEqual(
-      query.addressable_shards[0].data.shape, (*([3] * len(stack)), 16, 2, 8)
+    attention = (layers[1] if apart else layers)["attention"]
+    # Kernels of layers that are apart have their outputs first.
+    specs, shapes = (
+      (
+        dict(query=("tensor", None, None), output=(None, "tensor", None)),
+        dict(query=(2, 8, 16), output=(16, 2, 8)),
+      )
+      if apart
+      else (
+        dict(
+          query=(None, None, "tensor", None),
+          output=(None, "tensor", None, None),
+        ),
+        dict(query=(3, 16, 2, 8), output=(3, 2, 8, 16)),
+      )
     )
+    for name, spec in specs.items():
+      sharding = NamedSharding(_mesh(), PartitionSpec(*spec))
+      self.assertEqual(attention[name].sharding, sharding)
+      shard = attention[name].addressable_shards[0].data
+      self.assertEqual(shard.shape, shapes[name])
 
   @parameterized.product(apart=(False, True), family=("dense", "adapters"))
   def test_a_program_for_what_is_abstract_takes_what_is_placed(
