@@ -183,7 +183,15 @@ class RolloutConfig:
     update: How running samples meet new weights: "swap" goes on with the keys
       and values that are cached, "recompute" computes them again, and "drain"
       takes the weights up when all running samples have ended.
-    temperature: Of the sampled distribution, for sampler and learner alike.
+    temperature: Of the sampled distribution, for sampler and learner alike,
+      and so are the next three. Each truncates what the one before it left;
+      then every token keeps its support, which the learner's log-probs are
+      of, too.
+    top_k: Only the k most likely tokens are drawn; 0 for all.
+    top_p: Only the most likely tokens that together hold this share of the
+      probability are drawn; 1 for all.
+    min_p: Only tokens at least this share as probable as the most likely one
+      are drawn; 0 for all.
     dtype: Parameters and KV cache on the rollout mesh.
   """
 
@@ -197,7 +205,15 @@ class RolloutConfig:
   extra_samples: int
   update: Literal["swap", "recompute", "drain"]
   temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
   dtype: Literal["float32", "bfloat16"]
+
+  @property
+  def truncates(self) -> bool:
+    """Whether some tokens may be left out of the draw."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
   @property
   def num_slots(self) -> int:
@@ -394,7 +410,8 @@ class EvaluateConfig:
     every: Learner steps between evaluations; there is always one before the
       first step and one after the last.
     num_prompts: Held-out prompts asked each time.
-    temperature: Of the answers; 0 is greedy.
+    temperature: Of the answers, which are truncated as the rollout's are; 0
+      is greedy.
   """
 
   every: int
@@ -681,6 +698,9 @@ _RANGES = {
   "rollout.prefill_tokens": _AT_LEAST_1,
   "rollout.extra_samples": _AT_LEAST_0,
   "rollout.temperature": _POSITIVE,
+  "rollout.top_k": _AT_LEAST_0,
+  "rollout.top_p": _FRACTION,
+  "rollout.min_p": _Range(0, 1, open_high=True),
   "rewards.workers": _AT_LEAST_1,
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),

@@ -123,6 +123,7 @@ class Run:
       config.objective,
       mesh=self.meshes.train,
       temperature=config.rollout.temperature,
+      truncated=config.rollout.truncates,
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype(config.rollout.dtype),
     )
@@ -131,6 +132,7 @@ class Run:
       advantage=config.objective.advantage,
       reward_tolerance=config.objective.reward_tolerance,
       groups_per_version=config.rollout.prompts_per_batch,
+      truncated=config.rollout.truncates,
     )
     self._placement = Placement(
       self.policy,
@@ -479,7 +481,7 @@ class Run:
         snapshot = self.ring.snapshot(sampler)
       except KeyError:  # Beyond replay.snapshot_bytes.
         return {}
-      batch = self._plan([pool.entries[i] for i in newest]).batches[0]
+      batch = next(self._plan([pool.entries[i] for i in newest]).batches)
       params = transfer.to_mesh(
         snapshot.params,
         shardings=self.learner.trained_shardings,

@@ -251,6 +251,7 @@ class Sides:
       config.objective,
       mesh=meshes.train,
       temperature=self.temperature,
+      truncated=config.rollout.truncates,
       num_steps=1,
       publish_dtype=jnp.dtype(dtype),
     )

@@ -199,6 +199,7 @@ def _lowerings(
     config.objective,
     mesh=split.train,
     temperature=config.rollout.temperature,
+    truncated=config.rollout.truncates,
     num_steps=config.num_steps,
     publish_dtype=dtype,
   )

@@ -29,6 +29,7 @@ from darl_jax.types import (
   Params,
   PolicySnapshot,
   Prompt,
+  SupportMask,
   Trajectory,
   TrajectoryGroup,
 )
@@ -129,7 +130,7 @@ class Engine:
       pad_id: Fills what nobody reads.
       seed: Of the sampling keys; a request's tokens follow from seed, group
         and sample alone.
-      sampling: How tokens are drawn; None draws at ``config.temperature``.
+      sampling: How tokens are drawn; None draws as ``config`` says.
 
     Raises:
       ConfigError: The cache has no room for the longest sample.
@@ -142,7 +143,13 @@ class Engine:
     self._page = config.chunk_tokens
     self._decoder = Decoder(
       policy,
-      sampling=sampling or Sampling(temperature=config.temperature),
+      sampling=sampling
+      or Sampling(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+      ),
       page_tokens=self._page,
       dtype=jnp.dtype(config.dtype),
       unstacked=unstacked_on(mesh),
@@ -547,6 +554,10 @@ class Engine:
       sample.logprobs += sampled.logprobs[row, : len(tokens)].tolist()
       sample.entropy += sampled.entropy[row, : len(tokens)].tolist()
       sample.versions += [version] * len(tokens)
+      if sampled.support is not None:
+        sample.supports.append(
+          SupportMask.of(sampled.support[row, : len(tokens)])
+        )
       if not sample.ended:
         continue
       group, schedule = self._groups[sample.group.group_id]
@@ -687,6 +698,9 @@ def _trajectory(sample: Sample) -> Trajectory:
     whole[start:] = values
     return whole
 
+  support = None
+  if sample.supports:
+    support = SupportMask.concatenate(sample.supports).after(start)
   return Trajectory(
     prompt_id=prompt.id,
     group_id=sample.group.group_id,
@@ -697,4 +711,5 @@ def _trajectory(sample: Sample) -> Trajectory:
     policy_version=widen(sample.versions, np.int32, sample.versions[0]),
     turn=np.zeros(length, np.int32),
     finish=Finish.STOP if sample.stopped else Finish.LENGTH,
+    support_mask=support,
   )

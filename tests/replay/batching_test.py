@@ -129,7 +129,7 @@ def segments(batch):
   fields = {
     field.name: getattr(batch, field.name)
     for field in dataclasses.fields(batch)
-    if getattr(batch, field.name).ndim == batch.tokens.ndim
+    if getattr(getattr(batch, field.name), "ndim", 0) == batch.tokens.ndim
   }
   found = []
   for row in np.ndindex(*batch.tokens.shape[:-1]):
@@ -206,7 +206,7 @@ class ScoringPlanTest(parameterized.TestCase):
   def test_every_entry_is_packed_once_and_whole(self):
     entries = make_entries(50)
     plan = self.plan(entries)
-    self.assertGreater(len(plan.batches), 2)
+    self.assertGreater(len(list(plan.batches)), 2)
     packed = []
     for batch in plan.batches:
       self.assertEqual(batch.tokens.shape, (4, ROW_TOKENS))
@@ -259,7 +259,7 @@ class ScoringPlanTest(parameterized.TestCase):
   def test_refuses_results_of_another_shape(self):
     plan = self.plan(make_entries(50))
     with self.assertRaisesRegex(ValueError, "must have"):
-      plan.per_token([batch.tokens for batch in plan.batches[1:]])
+      plan.per_token([batch.tokens for batch in list(plan.batches)[1:]])
 
   def test_statistics_with_the_real_kernel(self):
     entries = make_entries(50)
@@ -305,7 +305,7 @@ class ScoringPlanTest(parameterized.TestCase):
       **{name: np.ones(shape) for name in batching._MOMENTS}
     )
     with self.assertRaisesRegex(ValueError, "out of order"):
-      plan.statistics([moments] * len(plan.batches))
+      plan.statistics([moments] * len(list(plan.batches)))
 
   def test_refuses_what_a_row_cannot_hold(self):
     entries = make_entries(3)

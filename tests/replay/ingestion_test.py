@@ -37,6 +37,10 @@ def group_of(group_id, *trajectories, failures=()) -> types.TrajectoryGroup:
   return types.TrajectoryGroup(group_id, prompt, trajectories, failures)
 
 
+def ingest(*groups, truncated=False):
+  return ingestion.ingest(groups, truncated=truncated)
+
+
 def array_fields(sample: types.Trajectory):
   for field in dataclasses.fields(sample):
     value = getattr(sample, field.name)
@@ -97,27 +101,25 @@ class IngestTest(parameterized.TestCase):
     bad = dataclasses.replace(good, **changes)
     groups = [group_of(6, trajectory(6, [4, 4, 5])), group_of(7, good, bad)]
     with self.assertRaisesRegex(ValueError, "group 7, sample 1.*" + message):
-      ingestion.ingest(groups)
+      ingest(*groups)
 
   def test_refuses_an_empty_group(self):
     with self.assertRaisesRegex(ValueError, "group 3 has no samples"):
-      ingestion.ingest([group_of(3)])
+      ingest(group_of(3))
 
   def test_no_group_is_no_sample(self):
-    self.assertEqual(ingestion.ingest([]), [])
+    self.assertEqual(ingest(), [])
 
   def test_masked_slots_may_hold_anything(self):
     garbage = np.array([np.nan, np.inf, 0, 0, 0], np.float32)
     group = group_of(1, trajectory(1, [5] * 3, behavior_logprobs=garbage))
-    self.assertLen(ingestion.ingest([group]), 1)
+    self.assertLen(ingest(group), 1)
 
   def test_notes_what_the_ring_asks_for(self):
     unsampled = dict(loss_mask=np.zeros(3, bool))
-    samples = ingestion.ingest(
-      [
-        group_of(4, trajectory(4, [1, 2, 2, 6]), trajectory(4, [3])),
-        group_of(2, trajectory(2, [5], **unsampled)),
-      ]
+    samples = ingest(
+      group_of(4, trajectory(4, [1, 2, 2, 6]), trajectory(4, [3])),
+      group_of(2, trajectory(2, [5], **unsampled)),
     )
     self.assertEqual(
       [
@@ -139,7 +141,7 @@ class IngestTest(parameterized.TestCase):
   def test_owns_read_only_copies_of_every_array(self):
     original = trajectory(1, [5, 6], finish=types.Finish.LENGTH)
     expected = {name: array.copy() for name, array in array_fields(original)}
-    (sample,) = ingestion.ingest([group_of(1, original)])
+    (sample,) = ingest(group_of(1, original))
     for _, array in array_fields(original):
       array[...] = 1
     copies = dict(array_fields(sample.trajectory))
@@ -169,7 +171,7 @@ class UsableRewardsTest(parameterized.TestCase):
       *(trajectory(1, [5], reward=reward) for reward in rewards),
       failures=failures,
     )
-    usable, found = ingestion.usable_rewards(group, ingestion.ingest([group]))
+    usable, found = ingestion.usable_rewards(group, ingest(group))
     self.assertEqual(usable.dtype, np.float64)
     self.assertEqual(usable.tolist(), [1.0, 0.25, 0, 0, 0, 0, 0])
     self.assertEqual(found, list(reasons))
@@ -177,12 +179,12 @@ class UsableRewardsTest(parameterized.TestCase):
   def test_an_aborted_sample_has_none_whatever_its_group_says_later(self):
     begun = group_of(1, trajectory(1, [5], finish=types.Finish.ABORTED))
     later = group_of(1, trajectory(1, [5], reward=1.0), failures=["timeout"])
-    usable, reasons = ingestion.usable_rewards(later, ingestion.ingest([begun]))
+    usable, reasons = ingestion.usable_rewards(later, ingest(begun))
     self.assertEqual((usable.tolist(), reasons), ([0.0], ["aborted"]))
 
   def test_refuses_other_numbers(self):
     pair = [trajectory(2, [5], reward=1.0)] * 2
-    samples = ingestion.ingest([group_of(2, *pair)])
+    samples = ingest(group_of(2, *pair))
     with self.assertRaisesRegex(ValueError, "group 2 .* 2 samples and has 1"):
       ingestion.usable_rewards(group_of(2, pair[0]), samples)
     with self.assertRaisesRegex(ValueError, "2 samples and 1 entries in fail"):

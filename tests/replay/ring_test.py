@@ -52,6 +52,7 @@ def make_ring(*, groups_per_version=4, **changes) -> ring_lib.Ring:
     advantage="group",
     reward_tolerance=1e-6,
     groups_per_version=groups_per_version,
+    truncated=False,
   )
 
 

@@ -102,6 +102,9 @@ def _engine(
     extra_samples=0,
     update="swap",
     temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
     dtype="float32",
   )
   with mock.patch.object(engine_lib, "Decoder", decoder):
