@@ -562,6 +562,31 @@ class ShardedTest(parameterized.TestCase):
         leaf.addressable_shards[0].data.shape, (1, 8, 32 // train[2])
       )
 
+  @parameterized.parameters(True, False)
+  def test_truncated_too(self, by_blocks):
+    """Microbatches on eight devices, and one batch on one."""
+    rng = np.random.default_rng(1)
+    shape = _batch().tokens.shape[-2:]
+    mask = rng.random((*shape, _VOCAB)) < 0.4
+    tokens = _batch().tokens[0, 0]
+    np.put_along_axis(mask, tokens[..., None], True, axis=-1)
+    support = np.packbits(mask, axis=-1, bitorder="little")
+    # Where nothing was sampled it is not looked at.
+    support[~_batch().loss_mask[0, 0]] = 0
+    want, want_metrics = (one := _learner(truncated=True)).step(
+      _state(one), _batch(support_mask=support)
+    )
+    whole, _ = _learner().step(_state(_learner()), _batch())
+    self.assertGreater(_largest_gap(whole.params, want.params), 1e-3)
+    bytes_ = 0 if by_blocks else block_sizes.SMALL_LOGITS_BYTES
+    with mock.patch.object(block_sizes, "SMALL_LOGITS_BYTES", bytes_):
+      many = _learner.__wrapped__(
+        truncated=True, train=(2, 2, 2), microbatches=2
+      )
+      got, metrics = many.step(_state(many), _batch(1, 2, support_mask=support))
+    _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+
   @parameterized.parameters([(2, 2, 1)], [(2, 2, 2)])
   def test_in_bfloat16_by_blocks_of_the_vocabulary(self, train):
     """As large models run it: the logits are never whole."""
@@ -680,16 +705,20 @@ class AdapterTest(parameterized.TestCase):
 
 
 class ProgramsTest(parameterized.TestCase):
-  def test_are_the_ones_that_run(self):
+  @parameterized.parameters(False, True)
+  def test_are_the_ones_that_run(self, truncated):
     """Traced without data, each program is the one that data compiles."""
-    learner = _learner(train=(2, 2, 2), minibatches=2)
+    learner = _learner(train=(2, 2, 2), minibatches=2, truncated=truncated)
     programs = learner.programs()
     state = _state(learner)
     config = learner._config
     rows = config.rows // config.minibatches
     table = np.zeros(_DEFAULT.objective.max_versions)
+    width = -(-_VOCAB // 8)
+    support = np.zeros((_ROWS, _TOKENS, width), np.uint8) if truncated else None
+    changes = dict(support_mask=support) if truncated else {}
     batch = dataclasses.replace(
-      _batch(2),
+      _batch(2, **changes),
       clip_low=table.astype(np.float32),
       clip_high=table.astype(np.float32),
       versions=table.astype(np.int32),
@@ -706,6 +735,8 @@ class ProgramsTest(parameterized.TestCase):
     fields = {
       name: rows.astype(getattr(_score_batch(), name).dtype) for name in _SCORED
     }
+    if truncated:
+      fields["support_mask"] = np.zeros((*rows.shape, width), np.uint8)
     score = learner._score.lower(
       state.params, {}, jax.device_put(ScoreBatch(**fields), learner._rows)
     )

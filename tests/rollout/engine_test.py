@@ -423,6 +423,67 @@ class LogprobsTest(parameterized.TestCase):
       )
 
 
+class SupportTest(parameterized.TestCase):
+  """What truncation left, recorded token by token."""
+
+  @parameterized.parameters(
+    dict(top_k=5, chunk_tokens=3),
+    dict(top_p=0.8, slots=1),
+    dict(min_p=0.3, **_TIGHT),
+    dict(top_k=9, top_p=0.8, temperature=0.7, mesh=(2, 1)),
+  )
+  def test_is_that_of_a_whole_pass(self, **changes):
+    engine = _engine(stop_ids=(3,), **changes)
+    mesh = changes.get("mesh", (1, 1))
+    got = _trajectories(_generate(engine, fetch=lambda: _snapshot(mesh=mesh)))
+    self.assertEqual(engine.stats.preemptions > 0, "min_p" in changes)
+    temperature = changes.get("temperature", 1.0)
+    sizes = []
+    for trajectory in got:
+      support, mask = trajectory.support_mask, trajectory.loss_mask
+      self.assertLen(support, len(mask))
+      bits = np.unpackbits(support.dense(), axis=1, bitorder="little")
+      self.assertFalse(np.any(bits[~mask]))
+      bits = bits[mask].astype(bool)
+      found = _distributions(trajectory, temperature=temperature)
+      want = [self._kept(np.exp(row), changes) for row in found]
+      np.testing.assert_array_equal(bits[:, :_VOCAB], want)
+      # Log-probs and entropy are over it.
+      found = np.where(bits, found, -np.inf)
+      found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
+      np.testing.assert_allclose(
+        trajectory.behavior_logprobs[mask],
+        found[np.arange(len(found)), trajectory.response],
+        atol=1e-4,
+      )
+      terms = np.exp(found) * np.where(bits, found, 0.0)
+      np.testing.assert_allclose(
+        trajectory.behavior_entropy[mask], -terms.sum(axis=1), atol=1e-4
+      )
+      sizes.append(bits.sum(axis=1))
+    sizes = np.concatenate(sizes)
+    self.assertGreater(sizes.max(), 1)
+    self.assertLess(sizes.mean(), 0.7 * _VOCAB)
+
+  def _kept(self, probs, changes):
+    """Brute force: bool [V]."""
+    order = np.argsort(-probs)
+    kept = np.zeros(_VOCAB, bool)
+    kept[order[: changes.get("top_k", _VOCAB)]] = True
+    left = np.where(kept, probs, 0.0)[order]
+    before = np.cumsum(left) - left
+    kept[order] &= before < changes.get("top_p", 2.0) * left.sum()
+    return kept & (probs >= changes.get("min_p", 0.0) * probs.max())
+
+  def test_is_none_where_nothing_truncates(self):
+    for trajectory in _trajectories(_generate()):
+      self.assertIsNone(trajectory.support_mask)
+
+  def test_an_explicit_sampling_comes_first(self):
+    engine = _engine(top_k=2, sampling=Sampling(temperature=1.0))
+    self.assertEqual(_tokens(_generate(engine)), _tokens(_generate()))
+
+
 class RequestsTest(parameterized.TestCase):
   """A request is its group and sample; nothing else decides its tokens."""
 
