@@ -583,6 +583,7 @@ def main() -> None:
     top_k=0,
     top_p=1.0,
     min_p=0.0,
+    stop_strings=(),
     dtype="float32",
   )
   with contextlib.ExitStack() as stack:

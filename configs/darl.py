@@ -50,6 +50,7 @@ def get_config() -> config_dict.ConfigDict:
       top_k=0,
       top_p=1.0,
       min_p=0.0,
+      stop_strings=(),
       dtype="float32",
     )
   )

@@ -192,6 +192,9 @@ class RolloutConfig:
       probability are drawn; 1 for all.
     min_p: Only tokens at least this share as probable as the most likely one
       are drawn; 0 for all.
+    stop_strings: A response ends with the first token after which its text has
+      one of these, as with a stop token; () for none. What that token says
+      behind the string stays.
     dtype: Parameters and KV cache on the rollout mesh.
   """
 
@@ -208,6 +211,7 @@ class RolloutConfig:
   top_k: int
   top_p: float
   min_p: float
+  stop_strings: tuple[str, ...]
   dtype: Literal["float32", "bfloat16"]
 
   @property
@@ -595,6 +599,12 @@ def _parse_value(hint: Any, value: Any) -> Any:
     if not isinstance(value, str) or not value:
       raise ValueError("is not a name. Try 'chain_sum'.")
     return value
+  if typing.get_origin(hint) is tuple:
+    if not isinstance(value, (list, tuple)) or not all(
+      isinstance(text, str) for text in value
+    ):
+      raise ValueError(f"is not a tuple of texts. Try ({str(value)!r},).")
+    return tuple(value)
   # A dataset's own parameters: a JSON object as text.
   try:
     parsed = json.loads(value)
@@ -873,6 +883,29 @@ def _check_slots(c: Any) -> list[str]:
   ]
 
 
+def stop_string_problems(strings: Sequence[str]) -> list[str]:
+  """Why some of these can end no response."""
+  problems = []
+  if isinstance(strings, str):
+    problems.append(
+      f"rollout.stop_strings = {_shown(strings)} is one text, and its letters "
+      f"would be the strings. Try rollout.stop_strings=({_shown(strings)},)."
+    )
+  elif unusable := [text for text in strings if not text or "\ufffd" in text]:
+    usable = tuple(text for text in strings if text not in unusable)
+    problems.append(
+      f"rollout.stop_strings = {_shown(tuple(strings))} has "
+      f"{_shown(unusable[0])}: every text has the empty string, and U+FFFD "
+      f"stands for bytes that are no text yet. Try "
+      f"rollout.stop_strings={_shown(usable)}."
+    )
+  return problems
+
+
+def _check_stop_strings(c: Any) -> list[str]:
+  return stop_string_problems(c.rollout.stop_strings)
+
+
 def _check_heads(c: Any) -> list[str]:
   problems = []
   heads, kv_heads = c.model.num_heads, c.model.num_kv_heads
@@ -1062,6 +1095,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_row_tokens,
   _check_row_capacity,
   _check_slots,
+  _check_stop_strings,
   _check_heads,
   _check_head_dim,
   _check_rope_scaling,

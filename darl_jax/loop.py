@@ -31,6 +31,7 @@ from darl_jax.learner.warm_start import warm_start
 from darl_jax.models import lora, published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
+from darl_jax.prompts.stop_strings import StopStrings
 from darl_jax.replay import batching, selection
 from darl_jax.replay.ring import Entry, Pool, Ring, Starved
 from darl_jax.rewards.pool import VerifierPool
@@ -146,6 +147,9 @@ class Run:
       stop_ids=tokenizer.stop_ids,
       pad_id=tokenizer.pad_id,
       seed=config.seed,
+      stops=StopStrings(config.rollout.stop_strings, decode=tokenizer.decode)
+      if config.rollout.stop_strings
+      else None,
     )
     self._rollout_mesh_free = threading.Lock()
     self.actor = Actor(

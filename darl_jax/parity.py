@@ -261,7 +261,7 @@ class Sides:
     )
     self._engine = Engine(
       policy,
-      dataclasses.replace(config.rollout, dtype=dtype),
+      dataclasses.replace(config.rollout, dtype=dtype, stop_strings=()),
       mesh=meshes.rollout,
       max_prompt_tokens=config.prompts.max_tokens,
       stop_ids=stop_ids,

@@ -49,7 +49,7 @@ def row_segments(row_tokens: int) -> int:
 class Finish(enum.Enum):
   """Why a response ended."""
 
-  STOP = "stop"  # It sampled a stop token.
+  STOP = "stop"  # It sampled a stop token, or completed a stop string.
   LENGTH = "length"  # It reached the longest response allowed.
   ABORTED = "aborted"  # The run stopped it.
 

@@ -267,6 +267,34 @@ class ResultTest(parameterized.TestCase):
     for row in ended.steps:
       self.assertLess(row.get("parity/max", 0.0), 1e-5)
 
+  def test_stop_strings(self):
+    """In training and at evaluations."""
+    texts = []
+
+    def keep_texts(run):
+      for engine in (run.actor._engine, run.evaluator._engine):
+        deliver = engine._deliver
+
+        def wrapped(group, deliver=deliver):
+          done = deliver(group)
+          decode = run.prompts.tokenizer.decode
+          texts.extend(
+            [decode(t.response[:n]) for n in (-1, None)]
+            for t in done.trajectories
+          )
+          return done
+
+        engine._deliver = wrapped
+
+    strings = tuple("aeiou")
+    ended = execute(
+      make_config(sync_grpo, rollout__stop_strings=strings),
+      prepare=keep_texts,
+    )
+    self.assertIsNone(ended.error)
+    self.assertFalse(any(set(strings) & set(before) for before, _ in texts))
+    self.assertNotEmpty([t for _, t in texts if set(strings) & set(t)])
+
   def test_eight_devices_compute_what_two_do(self):
     few, many = synchronous(), synchronous(devices=8)
     devices = jax.tree.leaves(many.run.state.params)[0].sharding.device_set

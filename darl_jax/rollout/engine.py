@@ -118,6 +118,7 @@ class Engine:
     pad_id: int,
     seed: int,
     sampling: Sampling | None = None,
+    stops: Callable[[Sequence[int], int], int | None] | None = None,
   ):
     """Compiles nothing yet, and allocates nothing.
 
@@ -131,11 +132,20 @@ class Engine:
       seed: Of the sampling keys; a request's tokens follow from seed, group
         and sample alone.
       sampling: How tokens are drawn; None draws as ``config`` says.
+      stops: Where ``config.stop_strings`` end a response: takes its tokens and
+        how many of them are new, and returns how many to keep, or None. None
+        where there are no such strings.
 
     Raises:
+      ValueError: ``config.stop_strings`` and ``stops``: one without the other.
       ConfigError: The cache has no room for the longest sample.
     """
+    if bool(config.stop_strings) != (stops is not None):
+      raise ValueError(
+        f"rollout.stop_strings = {config.stop_strings}, and stops = {stops}"
+      )
     self.config = config
+    self._stops = stops
     self._replicas = mesh.shape["data"]
     self._max_prompt_tokens = max_prompt_tokens
     self._stop_ids = frozenset(stop_ids)
@@ -551,6 +561,12 @@ class Engine:
         sample.stopped = True
         tokens = tokens[: stop + 1]
       sample.tokens += tokens
+      if self._stops is not None:
+        kept = self._stops(sample.tokens, len(tokens))
+        if kept is not None:
+          sample.stopped = True
+          del tokens[len(tokens) - (len(sample.tokens) - kept) :]
+          del sample.tokens[kept:]
       sample.logprobs += sampled.logprobs[row, : len(tokens)].tolist()
       sample.entropy += sampled.entropy[row, : len(tokens)].tolist()
       sample.versions += [version] * len(tokens)

@@ -73,7 +73,7 @@ class Sample:
     entropy: Of each token's distribution, nats.
     versions: The policy that sampled each token.
     supports: Of the tokens of each chunk, where sampling truncates.
-    stopped: Its last token is a stop token.
+    stopped: Its last token is a stop token, or completes a stop string.
     prefix: What its pages follow, while it runs.
     pages: Its own, all full but the one that was reserved for the next chunk.
   """

@@ -37,6 +37,7 @@ class _Engine:
       top_k=0,
       top_p=1.0,
       min_p=0.0,
+      stop_strings=(),
       dtype="float32",
     )
     self.stats = EngineStats()

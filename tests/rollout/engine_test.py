@@ -88,6 +88,7 @@ def _engine(
   stop_ids=_STOPS,
   seed=0,
   sampling=None,
+  stops=None,
   decoder=_decoder,
   **changes,
 ) -> Engine:
@@ -105,6 +106,7 @@ def _engine(
     top_k=0,
     top_p=1.0,
     min_p=0.0,
+    stop_strings=(),
     dtype="float32",
   )
   with mock.patch.object(engine_lib, "Decoder", decoder):
@@ -117,6 +119,7 @@ def _engine(
       pad_id=pad_id,
       seed=seed,
       sampling=sampling,
+      stops=stops,
     )
 
 
@@ -482,6 +485,80 @@ class SupportTest(parameterized.TestCase):
   def test_an_explicit_sampling_comes_first(self):
     engine = _engine(top_k=2, sampling=Sampling(temperature=1.0))
     self.assertEqual(_tokens(_generate(engine)), _tokens(_generate()))
+
+
+def _stops(tokens, new):
+  """Ends a response after two even tokens in a row, or after token 5."""
+  for kept in range(len(tokens) - new + 1, len(tokens) + 1):
+    last = tokens[max(kept - 2, 0) : kept]
+    if last[-1] == 5 or (len(last) == 2 and not any(t % 2 for t in last)):
+      return kept
+  return None
+
+
+class StopStringsTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("all_at_once", dict()),
+    ("within_a_chunk", dict(chunk_tokens=16)),
+    ("over_chunks", dict(chunk_tokens=1, slots=6)),
+    ("pages_lost", _TIGHT),
+    ("recompute", dict(update="recompute", slots=5)),
+    ("truncated", dict(top_k=30, slots=1)),
+  )
+  def test_end_a_response_as_if_its_whole_text_were_known(self, changes):
+    truncation = dict(top_k=changes.get("top_k", 0))
+    whole = _trajectories(_generate(_engine(**truncation)))
+    engine = _engine(stops=_stops, stop_strings=("x",), **changes)
+    versions = itertools.count()
+
+    def fetch():
+      """The same weights under another number: read again by recompute."""
+      if changes.get("update") != "recompute":
+        return _snapshot()
+      return PolicySnapshot(next(versions), dict(_snapshot().params))
+
+    got = _trajectories(_generate(engine, fetch=fetch))
+    self.assertEqual(engine.stats.preemptions > 0, "cache_tokens" in changes)
+    earlier = 0
+    for one, other in zip(got, whole, strict=True):
+      response = other.response.tolist()
+      cuts = (_stops(response[:n], 1) for n in range(1, len(response) + 1))
+      cut = next((kept for kept in cuts if kept is not None), len(response))
+      self.assertEqual(one.response.tolist(), response[:cut])
+      length = len(one.tokens)
+      for name in ("loss_mask", "behavior_logprobs", "behavior_entropy"):
+        self.assertLen(getattr(one, name), length)
+        np.testing.assert_allclose(
+          getattr(one, name), getattr(other, name)[:length], atol=1e-5
+        )
+      self.assertLen(one.policy_version, length)
+      if "top_k" in changes:
+        self.assertLen(one.support_mask, length)
+      stopped = cut < len(response) or _stops(response, 1) is not None
+      self.assertIs(one.finish, Finish.STOP if stopped else other.finish)
+      earlier += cut < len(response)
+    self.assertBetween(earlier, 4, 15)
+    # What was sampled behind the end is not counted.
+    self.assertEqual(engine.stats.tokens, sum(t.num_sampled for t in got))
+
+  def test_are_asked_about_new_tokens_once(self):
+    asked = []
+
+    def stops(tokens, new):
+      asked.append((tuple(tokens), new))
+
+    engine = _engine(stops=stops, stop_strings=("x",), stop_ids=())
+    got = _trajectories(_generate(engine))
+    self.assertEqual(sum(new for _, new in asked), 16 * _LIMIT)
+    seen = {tokens for tokens, _ in asked}
+    for trajectory in got:
+      self.assertIn(tuple(trajectory.response.tolist()), seen)
+
+  def test_do_not_go_without_who_knows_them(self):
+    with self.assertRaisesRegex(ValueError, "stop_strings"):
+      _engine(stop_strings=("x",))
+    with self.assertRaisesRegex(ValueError, "stop_strings"):
+      _engine(stops=_stops)
 
 
 class RequestsTest(parameterized.TestCase):
