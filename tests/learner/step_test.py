@@ -586,6 +586,11 @@ class ShardedTest(parameterized.TestCase):
       got, metrics = many.step(_state(many), _batch(1, 2, support_mask=support))
     _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
     _assert_close(got.params, want.params, atol=1e-5)
+    # The largest array of a batch: each device has its rows' alone.
+    batch = _batch(1, 2, support_mask=support)
+    lies = many._batch_shardings(batch)
+    self.assertEqual(lies.support_mask, lies.tokens)
+    self.assertNotEqual(lies.support_mask, lies.versions)
 
   @parameterized.parameters([(2, 2, 1)], [(2, 2, 2)])
   def test_in_bfloat16_by_blocks_of_the_vocabulary(self, train):
