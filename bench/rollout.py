@@ -586,6 +586,10 @@ def main() -> None:
     extra_samples=0,
     update="swap",
     temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    stop_strings=(),
     dtype="float32",
   )
   with contextlib.ExitStack() as stack:

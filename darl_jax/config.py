@@ -183,7 +183,18 @@ class RolloutConfig:
     update: How running samples meet new weights: "swap" goes on with the keys
       and values that are cached, "recompute" computes them again, and "drain"
       takes the weights up when all running samples have ended.
-    temperature: Of the sampled distribution, for sampler and learner alike.
+    temperature: Of the sampled distribution, for sampler and learner alike,
+      and so are the next three. Each truncates what the one before it left;
+      then every token keeps its support, which the learner's log-probs are
+      of, too.
+    top_k: Only the k most likely tokens are drawn; 0 for all.
+    top_p: Only the most likely tokens that together hold this share of the
+      probability are drawn; 1 for all.
+    min_p: Only tokens at least this share as probable as the most likely one
+      are drawn; 0 for all.
+    stop_strings: A response ends with the first token after which its text has
+      one of these, as with a stop token; () for none. What that token says
+      behind the string stays.
     dtype: Parameters and KV cache on the rollout mesh.
   """
 
@@ -197,7 +208,16 @@ class RolloutConfig:
   extra_samples: int
   update: Literal["swap", "recompute", "drain"]
   temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
+  stop_strings: tuple[str, ...]
   dtype: Literal["float32", "bfloat16"]
+
+  @property
+  def truncates(self) -> bool:
+    """Whether some tokens may be left out of the draw."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
   @property
   def num_slots(self) -> int:
@@ -394,7 +414,8 @@ class EvaluateConfig:
     every: Learner steps between evaluations; there is always one before the
       first step and one after the last.
     num_prompts: Held-out prompts asked each time.
-    temperature: Of the answers; 0 is greedy.
+    temperature: Of the answers, which are truncated as the rollout's are; 0
+      is greedy.
   """
 
   every: int
@@ -578,6 +599,12 @@ def _parse_value(hint: Any, value: Any) -> Any:
     if not isinstance(value, str) or not value:
       raise ValueError("is not a name. Try 'chain_sum'.")
     return value
+  if typing.get_origin(hint) is tuple:
+    if not isinstance(value, (list, tuple)) or not all(
+      isinstance(text, str) for text in value
+    ):
+      raise ValueError(f"is not a tuple of texts. Try ({str(value)!r},).")
+    return tuple(value)
   # A dataset's own parameters: a JSON object as text.
   try:
     parsed = json.loads(value)
@@ -681,6 +708,9 @@ _RANGES = {
   "rollout.prefill_tokens": _AT_LEAST_1,
   "rollout.extra_samples": _AT_LEAST_0,
   "rollout.temperature": _POSITIVE,
+  "rollout.top_k": _AT_LEAST_0,
+  "rollout.top_p": _FRACTION,
+  "rollout.min_p": _Range(0, 1, open_high=True),
   "rewards.workers": _AT_LEAST_1,
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),
@@ -851,6 +881,29 @@ def _check_slots(c: Any) -> list[str]:
     f"not split over mesh.rollout.data = {data}. Try "
     f"rollout.slots={-(-slots // data) * data}."
   ]
+
+
+def stop_string_problems(strings: Sequence[str]) -> list[str]:
+  """Why some of these can end no response."""
+  problems = []
+  if isinstance(strings, str):
+    problems.append(
+      f"rollout.stop_strings = {_shown(strings)} is one text, and its letters "
+      f"would be the strings. Try rollout.stop_strings=({_shown(strings)},)."
+    )
+  elif unusable := [text for text in strings if not text or "\ufffd" in text]:
+    usable = tuple(text for text in strings if text not in unusable)
+    problems.append(
+      f"rollout.stop_strings = {_shown(tuple(strings))} has "
+      f"{_shown(unusable[0])}: every text has the empty string, and U+FFFD "
+      f"stands for bytes that are no text yet. Try "
+      f"rollout.stop_strings={_shown(usable)}."
+    )
+  return problems
+
+
+def _check_stop_strings(c: Any) -> list[str]:
+  return stop_string_problems(c.rollout.stop_strings)
 
 
 def _check_heads(c: Any) -> list[str]:
@@ -1042,6 +1095,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_row_tokens,
   _check_row_capacity,
   _check_slots,
+  _check_stop_strings,
   _check_heads,
   _check_head_dim,
   _check_rope_scaling,

@@ -60,6 +60,7 @@ class Evaluator:
     rollout = config.rollout
     most = rollout.prompts_per_batch
     batch = -(-min(len(self._prompts), most) // data) * data
+    greedy = config.evaluate.temperature == 0
     once = dataclasses.replace(
       rollout,
       prompts_per_batch=batch,
@@ -67,6 +68,8 @@ class Evaluator:
       extra_samples=0,
       slots=0,
       temperature=config.evaluate.temperature,
+      # The likeliest token is what any truncation keeps.
+      **dict(top_k=0, top_p=1.0, min_p=0.0) if greedy else {},
     )
     self._engine = Engine(policy, once, **engine_arguments)
 

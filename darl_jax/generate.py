@@ -19,6 +19,7 @@ from darl_jax.config import ModelConfig, RolloutConfig
 from darl_jax.models import presets, published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.chat import ChatTokenizer
+from darl_jax.prompts.stop_strings import StopStrings
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
 from darl_jax.rollout.sampling import Sampling
@@ -43,6 +44,7 @@ class Generator:
     samples: int = 1,
     slots: int = 64,
     sampling: Sampling | None = None,
+    stop_strings: Sequence[str] = (),
     system: str = "",
     tensor: int = 1,
     dtype: str = "float32",
@@ -57,14 +59,16 @@ class Generator:
       samples: Responses to each prompt.
       slots: Responses that decode together.
       sampling: Temperature and truncation; None draws at temperature 1.
+      stop_strings: A response ends with the first token after which its text
+        has one of these.
       system: Message before each prompt; "" leaves it to the template.
       tensor: Devices that share a copy of the model.
       dtype: Of parameters and cache: "float32" or "bfloat16".
       seed: Of the draws.
 
     Raises:
-      ConfigError: The model is not there or not supported, or the devices do
-        not fit it.
+      ConfigError: The model is not there or not supported, the devices do not
+        fit it, or a stop string is empty.
     """
     sampling = sampling or Sampling(temperature=1.0)
     path = published.locate(os.fspath(model))
@@ -78,6 +82,9 @@ class Generator:
     mesh = Mesh(devices.reshape(data, tensor), meshes.ROLLOUT_AXES)
     policy = Policy(config, vocab_size=config.vocab_size)
     self.tokenizer = ChatTokenizer.load(path, system=system)
+    stops = None
+    if stop_strings:
+      stops = StopStrings(stop_strings, decode=self.tokenizer.decode)
     published.check(path, config)
     placement = Placement(policy, mesh=mesh, dtype=jnp.dtype(dtype))
     params = published.load(path, config, shardings=placement.shardings)
@@ -96,6 +103,10 @@ class Generator:
         extra_samples=0,
         update="swap",
         temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        stop_strings=tuple(stop_strings),
         dtype=dtype,
       ),
       mesh=mesh,
@@ -104,6 +115,7 @@ class Generator:
       pad_id=self.tokenizer.pad_id,
       seed=seed,
       sampling=sampling,
+      stops=stops,
     )
 
   def generate(self, prompts: Sequence[str | np.ndarray]) -> list[Trajectory]:

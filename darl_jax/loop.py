@@ -31,6 +31,7 @@ from darl_jax.learner.warm_start import warm_start
 from darl_jax.models import lora, published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
+from darl_jax.prompts.stop_strings import StopStrings
 from darl_jax.replay import batching, selection
 from darl_jax.replay.ring import Entry, Pool, Ring, Starved
 from darl_jax.rewards.pool import VerifierPool
@@ -123,6 +124,7 @@ class Run:
       config.objective,
       mesh=self.meshes.train,
       temperature=config.rollout.temperature,
+      truncated=config.rollout.truncates,
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype(config.rollout.dtype),
     )
@@ -131,6 +133,7 @@ class Run:
       advantage=config.objective.advantage,
       reward_tolerance=config.objective.reward_tolerance,
       groups_per_version=config.rollout.prompts_per_batch,
+      truncated=config.rollout.truncates,
     )
     self._placement = Placement(
       self.policy,
@@ -144,6 +147,9 @@ class Run:
       stop_ids=tokenizer.stop_ids,
       pad_id=tokenizer.pad_id,
       seed=config.seed,
+      stops=StopStrings(config.rollout.stop_strings, decode=tokenizer.decode)
+      if config.rollout.stop_strings
+      else None,
     )
     self._rollout_mesh_free = threading.Lock()
     self.actor = Actor(
@@ -479,7 +485,7 @@ class Run:
         snapshot = self.ring.snapshot(sampler)
       except KeyError:  # Beyond replay.snapshot_bytes.
         return {}
-      batch = self._plan([pool.entries[i] for i in newest]).batches[0]
+      batch = next(self._plan([pool.entries[i] for i in newest]).batches)
       params = transfer.to_mesh(
         snapshot.params,
         shardings=self.learner.trained_shardings,

@@ -251,6 +251,7 @@ class Sides:
       config.objective,
       mesh=meshes.train,
       temperature=self.temperature,
+      truncated=config.rollout.truncates,
       num_steps=1,
       publish_dtype=jnp.dtype(dtype),
     )
@@ -260,7 +261,7 @@ class Sides:
     )
     self._engine = Engine(
       policy,
-      dataclasses.replace(config.rollout, dtype=dtype),
+      dataclasses.replace(config.rollout, dtype=dtype, stop_strings=()),
       mesh=meshes.rollout,
       max_prompt_tokens=config.prompts.max_tokens,
       stop_ids=stop_ids,

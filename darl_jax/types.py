@@ -13,7 +13,8 @@ Shape letters, used in every docstring:
 Index convention, once, everywhere: ``logprobs[b, t]`` is the log-prob of
 ``tokens[b, t]`` given what precedes it; position 0 is always masked. Log-probs
 are of the *sampled* distribution: temperature is applied by the sampler and
-by the learner alike.
+by the learner alike, and so is the support that truncation (top-k, top-p,
+min-p) left the sampler.
 
 Types that stay on the host hold numpy arrays; ``Batch`` and ``TrainState`` are
 pytrees of device arrays with static shapes.
@@ -21,7 +22,7 @@ pytrees of device arrays with static shapes.
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ def row_segments(row_tokens: int) -> int:
 class Finish(enum.Enum):
   """Why a response ended."""
 
-  STOP = "stop"  # It sampled a stop token.
+  STOP = "stop"  # It sampled a stop token, or completed a stop string.
   LENGTH = "length"  # It reached the longest response allowed.
   ABORTED = "aborted"  # The run stopped it.
 
@@ -68,6 +69,93 @@ class Prompt:
   reference: Mapping[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SupportMask:
+  """Packed bits uint8 [T, W] of the tokens that each position was drawn from.
+
+  W is ceil(V / 8), and the bits are little-endian, as ``kernels.token_logprob``
+  takes them. Held are the bytes that are not 0, in compressed sparse rows: 5
+  bytes for each of them and 8 for the position, where the bits themselves take
+  W. Of 152 thousand tokens that is about 160 bytes per token if truncation
+  leaves 30, and not 19 thousand.
+
+  Attributes:
+    data: uint8 [N], the bytes that are not 0, position by position.
+    columns: int32 [N], where they lie in their rows; ascending in each.
+    offsets: int64 [T + 1], where each position begins in both.
+    width: W.
+  """
+
+  data: np.ndarray
+  columns: np.ndarray
+  offsets: np.ndarray
+  width: int
+
+  @classmethod
+  def of(cls, bits: np.ndarray) -> "SupportMask":
+    """From uint8 [T, W]."""
+    length, width = bits.shape
+    flat = bits.reshape(-1)
+    # Among booleans numpy finds the few true ones in a twentieth of the time.
+    found = np.flatnonzero(flat != 0)
+    return cls(
+      data=flat[found],
+      columns=(found % width).astype(np.int32),
+      offsets=np.searchsorted(found, np.arange(length + 1) * width),
+      width=width,
+    )
+
+  @classmethod
+  def concatenate(cls, masks: Sequence["SupportMask"]) -> "SupportMask":
+    """Of positions one behind the other; at least one mask.
+
+    Raises:
+      ValueError: They are not of one width.
+    """
+    widths = {mask.width for mask in masks}
+    if len(widths) != 1:
+      raise ValueError(f"support masks have widths {sorted(widths)}.")
+    counts = np.concatenate([np.diff(mask.offsets) for mask in masks])
+    return cls(
+      data=np.concatenate([mask.data for mask in masks]),
+      columns=np.concatenate([mask.columns for mask in masks]),
+      offsets=np.concatenate([[0], np.cumsum(counts)]),
+      width=widths.pop(),
+    )
+
+  def after(self, count: int) -> "SupportMask":
+    """These positions behind ``count`` that have no support."""
+    offsets = np.concatenate([np.zeros(count, np.int64), self.offsets])
+    return dataclasses.replace(self, offsets=offsets)
+
+  @property
+  def rows(self) -> np.ndarray:
+    """int64 [N], the position of each byte."""
+    return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
+  def dense(self) -> np.ndarray:
+    """uint8 [T, W]."""
+    bits = np.zeros((len(self), self.width), np.uint8)
+    bits[self.rows, self.columns] = self.data
+    return bits
+
+  def has(self, tokens: np.ndarray) -> np.ndarray:
+    """Whether each position could draw its token int [T]: bool [T]."""
+    rows = self.rows
+    here = self.columns == tokens[rows] // 8
+    found = np.zeros(len(self), bool)
+    found[rows[here]] = (self.data >> (tokens[rows] % 8))[here] & 1
+    return found
+
+  @property
+  def num_bytes(self) -> int:
+    return self.data.nbytes + self.columns.nbytes + self.offsets.nbytes
+
+  def __len__(self) -> int:
+    """T."""
+    return len(self.offsets) - 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
   """A prompt and one sampled response, as the behavior policies left it.
@@ -80,13 +168,15 @@ class Trajectory:
     tokens: int32 [T], prompt and response.
     loss_mask: bool [T], true on sampled tokens, the stop token included.
     behavior_logprobs: float32 [T], nats, under the policy that sampled the
-      token, temperature applied; 0 where masked.
-    behavior_entropy: float32 [T], nats, of that tempered distribution.
+      token, temperature and truncation applied; 0 where masked.
+    behavior_entropy: float32 [T], nats, of that same distribution.
     policy_version: int32 [T], the snapshot that sampled each token. Prompt
       tokens carry the version that began the response.
     turn: int32 [T], the turn of a conversation a token belongs to.
     finish: Why the response ended.
     reward: None until verified, and where verification failed; never NaN.
+    support_mask: Of T positions, the tokens that truncation left where each
+      was sampled; none elsewhere. None where nothing truncates.
   """
 
   prompt_id: str
@@ -99,6 +189,7 @@ class Trajectory:
   turn: np.ndarray
   finish: Finish
   reward: float | None = None
+  support_mask: SupportMask | None = None
 
   @property
   def begun_by(self) -> int:
@@ -163,16 +254,19 @@ class ScoreBatch:
   behavior_logprobs: jax.Array
   behavior_entropy: jax.Array
   advantages: jax.Array
+  support_mask: jax.Array | None = None
 
   @classmethod
-  def abstract(cls, shape: tuple[int, int]) -> "ScoreBatch":
-    """The shapes and dtypes of a batch [B, T]."""
-    return cls(
-      **{
-        field.name: _abstract(field.name, shape)
-        for field in dataclasses.fields(cls)
-      }
-    )
+  def abstract(
+    cls, shape: tuple[int, int], *, support_width: int | None
+  ) -> "ScoreBatch":
+    """The shapes and dtypes of a batch [B, T]; see ``Batch.abstract``."""
+    arrays = {
+      field.name: _abstract(field.name, shape)
+      for field in dataclasses.fields(cls)
+      if field.name != "support_mask"
+    }
+    return cls(**arrays, support_mask=_abstract_support(shape, support_width))
 
 
 @jax.tree_util.register_dataclass
@@ -198,6 +292,9 @@ class Batch:
     clip_low: float32 [E], lower clip distance of each version.
     clip_high: float32 [E], upper clip distance of each version.
     versions: int32 [E], the version table; -1 marks an unused entry.
+    support_mask: uint8 [..., B, T, ceil(V / 8)], little-endian bits of the
+      tokens among which ``tokens[b, t]`` was drawn, none where it was not; None
+      where nothing truncates.
   """
 
   tokens: jax.Array
@@ -212,21 +309,32 @@ class Batch:
   clip_low: jax.Array
   clip_high: jax.Array
   versions: jax.Array
+  support_mask: jax.Array | None = None
 
   @classmethod
   def abstract(
-    cls, shape: tuple[int, int, int, int], *, max_versions: int
+    cls,
+    shape: tuple[int, int, int, int],
+    *,
+    max_versions: int,
+    support_width: int | None,
   ) -> "Batch":
-    """The shapes and dtypes of a batch [minibatches, microbatches, B, T]."""
+    """The shapes and dtypes of a batch [minibatches, microbatches, B, T].
+
+    Args:
+      shape: Of an array of tokens.
+      max_versions: E.
+      support_width: ceil(V / 8) where sampling truncates; else None.
+    """
     table = ("clip_low", "clip_high", "versions")
-    return cls(
-      **{
-        field.name: _abstract(
-          field.name, (max_versions,) if field.name in table else shape
-        )
-        for field in dataclasses.fields(cls)
-      }
-    )
+    arrays = {
+      field.name: _abstract(
+        field.name, (max_versions,) if field.name in table else shape
+      )
+      for field in dataclasses.fields(cls)
+      if field.name != "support_mask"
+    }
+    return cls(**arrays, support_mask=_abstract_support(shape, support_width))
 
 
 def _abstract(field: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -234,6 +342,14 @@ def _abstract(field: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
   ids = ("tokens", "positions", "segment_ids", "behavior_index", "versions")
   dtype = np.int32 if field in ids else np.float32
   return jax.ShapeDtypeStruct(shape, bool if field == "loss_mask" else dtype)
+
+
+def _abstract_support(
+  shape: tuple[int, ...], width: int | None
+) -> jax.ShapeDtypeStruct | None:
+  if width is None:
+    return None
+  return jax.ShapeDtypeStruct((*shape, width), np.uint8)
 
 
 @jax.tree_util.register_dataclass

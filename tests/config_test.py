@@ -157,6 +157,13 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(config_lib.parse(json.loads(text)), parsed)
     self.assertEqual(config_lib.parse(config_lib.to_dict(parsed)), parsed)
 
+  def test_stop_strings_survive_json(self):
+    parsed = config_lib.parse(plain(rollout__stop_strings=("\n", "'END'")))
+    text = json.dumps(config_lib.to_dict(parsed), allow_nan=False)
+    again = config_lib.parse(json.loads(text))
+    self.assertEqual(again, parsed)
+    self.assertEqual(again.rollout.stop_strings, ("\n", "'END'"))
+
   def test_infinite_values_survive_json(self):
     values = plain(
       replay__max_metric=math.inf,
@@ -233,6 +240,9 @@ class FieldsTest(parameterized.TestCase):
     ("replay.metric", "varience", "Try 'variance'."),
     ("replay.metric", 3, "is not one of variance, second_moment"),
     ("model.compute_dtype", "float16", "is not one of float32, bfloat16"),
+    ("rollout.stop_strings", "END", "not a tuple of texts. Try ('END',)."),
+    ("rollout.stop_strings", ("END", 3), "is not a tuple of texts"),
+    ("rollout.stop_strings", None, "is not a tuple of texts"),
     ("prompts.params", "{", "is not a JSON object"),
     ("prompts.params", "[1]", "is not a JSON object"),
     ("prompts.params", '{"x": NaN}', "is not a JSON object"),
@@ -340,6 +350,8 @@ COMBINATIONS = (
   (dict(prompts__instruction="?"), "prompts.instruction", "{question}"),
   (dict(prompts__system="Be kind."), "prompts.system", ""),
   (dict(learner__row_tokens=17), "learner.row_tokens", 18),
+  (dict(rollout__stop_strings=("A", "")), "rollout.stop_strings", ("A",)),
+  (dict(rollout__stop_strings=("\ufffd",)), "rollout.stop_strings", ()),
   (dict(rollout__slots=66, mesh__rollout__data=4), "rollout.slots", 68),
   (
     dict(
@@ -430,7 +442,7 @@ class CrossFieldTest(parameterized.TestCase):
   def test_refused_with_advice_that_works(self, changes, field, advised):
     found = [p for p in problems(plain(**changes)) if field in p]
     advice = " ".join(re.split("Try|Nearest", p, maxsplit=1)[1] for p in found)
-    if isinstance(advised, str):
+    if isinstance(advised, (str, tuple)):
       self.assertIn(f"{field}={advised!r}", advice)
     else:
       self.assertIn(f"{advised:g}", re.findall(r"[\d.e-]*\d", advice))

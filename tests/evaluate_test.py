@@ -26,19 +26,30 @@ PROMPTS = tuple(
 
 
 def make_config(
-  *, num_prompts: int, data: int, most: int, temperature: float
+  *,
+  num_prompts: int,
+  data: int,
+  most: int,
+  temperature: float,
+  top_k: int = 0,
 ) -> config.RunConfig:
   fields = get_config()
   fields.rollout.prompts_per_batch = -(-most // data) * data
   fields.mesh.rollout.data = data
   fields.evaluate.num_prompts = num_prompts
   fields.evaluate.temperature = temperature
+  fields.rollout.top_k = top_k
   return config.parse(fields)
 
 
 @functools.cache
 def answers(
-  *, num_prompts: int, data: int = 1, most: int = 64, temperature: float = 0.0
+  *,
+  num_prompts: int,
+  data: int = 1,
+  most: int = 64,
+  temperature: float = 0.0,
+  top_k: int = 0,
 ) -> evaluate.Evaluation:
   """An evaluation in which answer i scores i / 4, and every fifth fails."""
 
@@ -58,7 +69,11 @@ def answers(
     ]
 
   run_config = make_config(
-    num_prompts=num_prompts, data=data, most=most, temperature=temperature
+    num_prompts=num_prompts,
+    data=data,
+    most=most,
+    temperature=temperature,
+    top_k=top_k,
   )
   policy = Policy(run_config.model, vocab_size=64)
   mesh = meshes.split_devices(run_config.mesh).rollout
@@ -142,6 +157,25 @@ class EvaluatorTest(parameterized.TestCase):
       [answer.behavior_entropy[answer.loss_mask] for answer in answered]
     )
     self.assertBetween(np.mean(-logprobs - entropy), -0.6, 0.6)
+
+  def test_answers_are_truncated_as_the_rollouts(self):
+    def entropy(**how):
+      return max(
+        np.max(answer.behavior_entropy)
+        for group in answers(num_prompts=7, **how).groups
+        for answer in group.trajectories
+      )
+
+    self.assertLessEqual(entropy(temperature=2.0, top_k=3), np.log(3) + 1e-6)
+    self.assertGreater(entropy(temperature=2.0), np.log(3))
+    # Greedy answers have nothing to truncate.
+    greedy = answers(num_prompts=7, top_k=3)
+    for ours, theirs in zip(
+      greedy.groups, answers(num_prompts=7).groups, strict=True
+    ):
+      np.testing.assert_array_equal(
+        ours.trajectories[0].tokens, theirs.trajectories[0].tokens
+      )
 
   def test_answers_are_greedy(self):
     # Of a model with 64 tokens and random weights no sample would repeat.

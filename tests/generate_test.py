@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from darl_jax.config import ConfigError
 from darl_jax.generate import Generator
 from darl_jax.rollout.sampling import Sampling
+from darl_jax.types import Finish
 from tests.fixtures import tiny_tokenizer
 
 _FOLDER = tempfile.TemporaryDirectory()
@@ -80,6 +81,34 @@ class GeneratorTest(parameterized.TestCase):
     # One token is certain, where greedy log-probs are of all of them.
     np.testing.assert_allclose(got.behavior_logprobs, 0.0, atol=1e-6)
     self.assertLess(want.behavior_logprobs.min(), -0.1)
+
+  def test_stop_strings(self):
+    prompts = [np.arange(10, 10 + n, dtype=np.int32) for n in range(1, 9)]
+    make = _generator.__wrapped__
+    plain = make()
+    answers = plain.generate(prompts)
+    # Two letters from the middle of an answer's text.
+    text = max(map(plain.text, answers), key=len)
+    string = text[len(text) // 2 :][:2]
+    self.assertLen(string, 2)
+    model = make(stop_strings=(string,))  # Draws the same.
+    ended = 0
+    for answer, whole in zip(model.generate(prompts), answers, strict=True):
+      length = len(answer.response)
+      np.testing.assert_array_equal(answer.response, whole.response[:length])
+      self.assertNotIn(string, model.tokenizer.decode(answer.response[:-1]))
+      if string in model.text(whole):
+        self.assertEndsWith(model.text(answer), string)
+        self.assertIs(answer.finish, Finish.STOP)
+        ended += 1
+      else:
+        self.assertEqual(answer.finish, whole.finish)
+    self.assertGreater(ended, 0)
+
+  @parameterized.parameters([("",)], ["END"])
+  def test_bad_stop_strings(self, strings):
+    with self.assertRaisesRegex(ConfigError, "stop_strings"):
+      _generator(stop_strings=strings)
 
   def test_bad_input(self):
     with self.assertRaisesRegex(ValueError, "41 tokens, more than the 40"):

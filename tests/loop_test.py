@@ -169,6 +169,12 @@ def asynchronous() -> Ended:
   return execute(make_config(darl, num_steps=6, warm_start__steps=2))
 
 
+@functools.cache
+def truncated(module=sync_grpo, **changes) -> Ended:
+  run_config = make_config(module, rollout__top_p=0.9, **changes)
+  return execute(run_config, make_engine=RecordingEngine)
+
+
 def params_of(ended: Ended) -> list[np.ndarray]:
   return [np.asarray(leaf) for leaf in jax.tree.leaves(ended.run.state.params)]
 
@@ -227,6 +233,67 @@ class ResultTest(parameterized.TestCase):
     # Parity is under the weights that sampled, whatever their age.
     for row in rows:
       self.assertLess(row.get("parity/max", 0.0), 1e-5)
+
+  def test_truncated_sampling(self):
+    """Samples keep their support, from the sampler to the loss."""
+    ended = truncated()
+    self.assertIsNone(ended.error)
+    self.assertLen(ended.steps, 3)
+    for row in ended.steps:
+      self.assertLess(row["parity/max"], 1e-5)
+      self.assertAlmostEqual(row["train/ratio"], 1.0, delta=1e-5)
+      self.assertEqual(row["train/clipped_low"], 0)
+      self.assertEqual(row["train/clipped_high"], 0)
+    self.assertEqual(set(ended.summary["compiles"].values()), {1})
+    vocab = ended.run.state.params["embedding"].shape[0]
+    for group in ended.run.actor._engine.groups:
+      for trajectory in group.trajectories:
+        support = trajectory.support_mask
+        bits = np.unpackbits(support.dense()[trajectory.loss_mask])
+        self.assertLess(bits.sum(), 0.95 * vocab * trajectory.num_sampled)
+    # What is drawn is something else than without.
+    self.assertNotEqual(
+      [t.tolist() for t in recorded(ended)],
+      [t.tolist() for t in recorded(synchronous())],
+    )
+
+  def test_truncated_sampling_by_older_policies(self):
+    ended = truncated(darl, num_steps=6, warm_start__steps=2)
+    self.assertIsNone(ended.error)
+    old = [row for row in ended.steps if row["ring/max_age"] >= 1]
+    self.assertNotEmpty(old)
+    for row in old:
+      self.assertGreater(row["train/kl"], 1e-9)
+    for row in ended.steps:
+      self.assertLess(row.get("parity/max", 0.0), 1e-5)
+
+  def test_stop_strings(self):
+    """In training and at evaluations."""
+    texts = []
+
+    def keep_texts(run):
+      for engine in (run.actor._engine, run.evaluator._engine):
+        deliver = engine._deliver
+
+        def wrapped(group, deliver=deliver):
+          done = deliver(group)
+          decode = run.prompts.tokenizer.decode
+          texts.extend(
+            [decode(t.response[:n]) for n in (-1, None)]
+            for t in done.trajectories
+          )
+          return done
+
+        engine._deliver = wrapped
+
+    strings = tuple("aeiou")
+    ended = execute(
+      make_config(sync_grpo, rollout__stop_strings=strings),
+      prepare=keep_texts,
+    )
+    self.assertIsNone(ended.error)
+    self.assertFalse(any(set(strings) & set(before) for before, _ in texts))
+    self.assertNotEmpty([t for _, t in texts if set(strings) & set(t)])
 
   def test_eight_devices_compute_what_two_do(self):
     few, many = synchronous(), synchronous(devices=8)

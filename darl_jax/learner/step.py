@@ -51,6 +51,7 @@ class Learner:
     *,
     mesh: Mesh,
     temperature: float,
+    truncated: bool,
     num_steps: int,
     publish_dtype: jnp.dtype,
   ):
@@ -62,6 +63,8 @@ class Learner:
       objective: The loss.
       mesh: The train mesh.
       temperature: Of the sampled distribution (method 0).
+      truncated: Whether sampling truncates: batches then carry the support of
+        each token, and its log-prob and entropy are over that.
       num_steps: Learner steps of the run, for the schedule.
       publish_dtype: Of the snapshots: what the sampler computes with.
     """
@@ -70,6 +73,7 @@ class Learner:
     self._objective = objective
     self._mesh = mesh
     self._temperature = temperature
+    self._truncated = truncated
     self.schedule = learner_state.schedule(config, num_steps=num_steps)
     self._optimizer = learner_state.adamw(config, self.schedule)
     self.param_shapes = jax.eval_shape(policy.init, jax.random.key(0))
@@ -162,6 +166,7 @@ class Learner:
     )
     config = self._config
     microbatches = config.minibatches * config.microbatches
+    width = -(-self._policy.vocab_size // 8) if self._truncated else None
     batch = Batch.abstract(
       (
         config.minibatches,
@@ -170,8 +175,11 @@ class Learner:
         config.row_tokens,
       ),
       max_versions=self._objective.max_versions,
+      support_width=width,
     )
-    scored = ScoreBatch.abstract((config.score_rows, config.row_tokens))
+    scored = ScoreBatch.abstract(
+      (config.score_rows, config.row_tokens), support_width=width
+    )
     return {
       "score": lambda: self._score.lower(
         params,
@@ -216,13 +224,24 @@ class Learner:
     rows = rules.rows_sharding(self._mesh, rules.TRAIN_RULES, leading=2)
     replicated = rules.replicated(self._mesh)
     return jax.tree.map(
-      lambda leaf: rows if leaf.ndim == 4 else replicated, batch
+      lambda leaf: rows if leaf.ndim >= 4 else replicated, batch
     )
 
   def _logprobs(
     self, trained: Params, frozen: Params, batch: Batch | ScoreBatch
   ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob and entropy [B, T] of each token given what precedes it."""
+    """Log-prob and entropy [B, T] of each token given what precedes it.
+
+    Raises:
+      ValueError: The batch has a support mask and sampling does not truncate,
+        or the other way round.
+    """
+    support = batch.support_mask
+    if (support is not None) != self._truncated:
+      raise ValueError(
+        f"truncated = {self._truncated}, and the batch has "
+        f"{'no' if support is None else 'a'} support mask."
+      )
     params = lora.join(trained, frozen)
     hidden = self._policy.hidden(
       params,
@@ -233,12 +252,13 @@ class Learner:
     )
     # Each position predicts the next token, and the last one nothing: it is
     # given some target, so that all shapes keep their round sizes. Position 0
-    # has no prediction and is masked.
+    # has no prediction and is masked. A token's support is that of its draw.
     predicted = logprob_ops.token_logprob(
       hidden,
       self._policy.unembedding(params),
       jnp.roll(batch.tokens, -1, axis=1),
       temperature=self._temperature,
+      support_mask=None if support is None else jnp.roll(support, -1, axis=1),
       partition=self._partition,
     )
     return jax.tree.map(

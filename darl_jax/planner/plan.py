@@ -199,6 +199,7 @@ def _lowerings(
     config.objective,
     mesh=split.train,
     temperature=config.rollout.temperature,
+    truncated=config.rollout.truncates,
     num_steps=config.num_steps,
     publish_dtype=dtype,
   )
@@ -226,10 +227,11 @@ def _lowerings(
 def _engine(config: RunConfig, policy: Policy, split: meshes.Meshes) -> Engine:
   return Engine(
     policy,
-    config.rollout,
+    # What ends a response changes no shape.
+    dataclasses.replace(config.rollout, stop_strings=()),
     mesh=split.rollout,
     max_prompt_tokens=config.prompts.max_tokens,
-    stop_ids=(0,),  # Which tokens these are changes no shape.
+    stop_ids=(0,),
     pad_id=0,
     seed=config.seed,
   )

@@ -7,9 +7,10 @@ then one index array, and each field one scatter.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from darl_jax import config as config_lib
@@ -102,6 +103,7 @@ class _Tokens:
     owner: Index of the entry.
     position: In its trajectory.
     advantages: float32 [n], per entry.
+    support_mask: Of all tokens; None where nothing truncates.
   """
 
   offsets: np.ndarray
@@ -113,6 +115,7 @@ class _Tokens:
   behavior_entropy: np.ndarray
   policy_version: np.ndarray
   advantages: np.ndarray
+  support_mask: types.SupportMask | None
 
   @classmethod
   def of(cls, entries: Sequence[ring.Entry]) -> "_Tokens":
@@ -134,6 +137,7 @@ class _Tokens:
       behavior_entropy=np.where(loss_mask, entropy, np.float32(0)),
       policy_version=np.concatenate([t.policy_version for t in trajectories]),
       advantages=np.array([e.advantage for e in entries], np.float32),
+      support_mask=_support_masks(trajectories),
     )
 
   @property
@@ -153,6 +157,22 @@ class _Tokens:
     return np.bincount(
       self.owner[self.loss_mask], minlength=len(self.advantages)
     )
+
+
+def _support_masks(
+  trajectories: Sequence[types.Trajectory],
+) -> types.SupportMask | None:
+  """Concatenated; the ring lets in either all or none of them.
+
+  Raises:
+    ValueError: Some trajectories have none.
+  """
+  masks = [t.support_mask for t in trajectories]
+  if all(mask is None for mask in masks):
+    return None
+  if any(mask is None for mask in masks):
+    raise ValueError("some trajectories have a support mask, and others none.")
+  return types.SupportMask.concatenate(masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +204,46 @@ class _Layout:
     packed.reshape(-1)[self.target] = values[self.source]
     return packed
 
+  def place(self, flat: _Tokens) -> "_PlacedSupport | None":
+    """Where the bytes of the support mask go, if there is one."""
+    mask = flat.support_mask
+    if mask is None:
+      return None
+    target = np.full(len(flat.tokens), -1)
+    target[self.source] = self.target
+    # Whatever was left in masked slots stays on the host.
+    target = np.where(flat.loss_mask, target, -1)[mask.rows]
+    used = target >= 0
+    return _PlacedSupport(
+      target[used], mask.columns[used], mask.data[used], mask.width
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlacedSupport:
+  """The bytes of a packed support mask that are not 0; [bytes] each.
+
+  Attributes:
+    target: int64, their positions in the flattened packed tokens.
+    columns: int32, where they lie in the positions' rows.
+    data: uint8.
+    width: Of a row.
+  """
+
+  target: np.ndarray
+  columns: np.ndarray
+  data: np.ndarray
+  width: int
+
+  def dense(self, shape: tuple[int, ...], *, first: int = 0) -> np.ndarray:
+    """uint8 [``shape``, W], of the positions from ``first`` on."""
+    packed = np.zeros((*shape, self.width), np.uint8)
+    rows = packed.reshape(-1, self.width)
+    target = self.target - first
+    here = (target >= 0) & (target < len(rows))
+    rows[target[here], self.columns[here]] = self.data[here]
+    return packed
+
 
 class ScoringPlan:
   """A pool packed for the scoring pass, and the way back.
@@ -195,8 +255,6 @@ class ScoringPlan:
 
   Attributes:
     entries: The pool, in its order.
-    batches: ``ScoreBatch`` of numpy arrays [score_rows, row_tokens], for one
-      dispatch each; together they hold every entry once.
     num_segments: Most trajectories of a row: the static size of the moments.
   """
 
@@ -246,11 +304,23 @@ class ScoringPlan:
       behavior_entropy=layout.scatter(flat.behavior_entropy),
       advantages=layout.scatter(flat.advantages[owner]),
     )
-    fields = [field.name for field in dataclasses.fields(packed)]
-    self.batches = tuple(
-      types.ScoreBatch(**{name: getattr(packed, name)[i] for name in fields})
-      for i in range(num_batches)
-    )
+    self._packed = packed
+    self._support = layout.place(flat)
+
+  @property
+  def batches(self) -> Iterator[types.ScoreBatch]:
+    """numpy arrays [score_rows, row_tokens], for one dispatch each.
+
+    Together they hold every entry once. Made one by one: the bits of a support
+    mask take much more than what the entries hold of them.
+    """
+    for index in range(self._layout.shape[0]):
+      batch = jax.tree.map(lambda array, i=index: array[i], self._packed)
+      if self._support is not None:
+        shape = batch.tokens.shape
+        bits = self._support.dense(shape, first=index * batch.tokens.size)
+        batch = dataclasses.replace(batch, support_mask=bits)
+      yield batch
 
   def per_token(self, results: Sequence[Any]) -> np.ndarray:
     """Results [score_rows, row_tokens] of each batch as [tokens].
@@ -396,6 +466,7 @@ def build_batch(
   clip = _clip_scale(versions, version, decay=objective.clip_age_decay)
 
   layout = _Layout.of(flat, packing, shape)
+  support = layout.place(flat)
   batch = types.Batch(
     tokens=layout.scatter(flat.tokens),
     positions=layout.scatter(flat.position.astype(np.int32)),
@@ -409,6 +480,7 @@ def build_batch(
     clip_low=(objective.clip_low * clip).astype(np.float32),
     clip_high=(objective.clip_high * clip).astype(np.float32),
     versions=versions,
+    support_mask=None if support is None else support.dense(shape),
   )
   placed = tuple(entries[i] for i in np.flatnonzero(is_placed))
   merged = num_merged > 0

@@ -27,6 +27,11 @@ _DTYPES = {
     ("turn", np.int32),
   )
 }
+_SUPPORT_DTYPES = {
+  "data": np.dtype(np.uint8),
+  "columns": np.dtype(np.int32),
+  "offsets": np.dtype(np.int64),
+}
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _DTYPES.values())
 
 
@@ -56,8 +61,15 @@ class Sample:
     return _name(self.id)
 
 
-def ingest(groups: Sequence[types.TrajectoryGroup]) -> list[Sample]:
+def ingest(
+  groups: Sequence[types.TrajectoryGroup], *, truncated: bool
+) -> list[Sample]:
   """The groups' samples, in order: checked, then copied.
+
+  Args:
+    groups: Finished, not verified.
+    truncated: Whether the run's sampling truncates: every trajectory then has
+      its support mask, and else none has.
 
   Raises:
     ValueError: Naming the group and what is wrong with it.
@@ -75,7 +87,7 @@ def ingest(groups: Sequence[types.TrajectoryGroup]) -> list[Sample]:
           f"belongs to group {owner[0]} of prompt {owner[1]}."
         )
       sample_ids.append(sample_id)
-      trajectories.append(_own(sample_id, trajectory))
+      trajectories.append(_own(sample_id, trajectory, truncated=truncated))
   return _check_contents(sample_ids, trajectories) if sample_ids else []
 
 
@@ -130,7 +142,9 @@ def _name(sample_id: SampleId) -> str:
   return f"group {sample_id[0]}, sample {sample_id[1]}"
 
 
-def _own(sample_id: SampleId, trajectory: types.Trajectory) -> types.Trajectory:
+def _own(
+  sample_id: SampleId, trajectory: types.Trajectory, *, truncated: bool
+) -> types.Trajectory:
   """A trajectory of read-only copies, of right shape and dtype."""
   shape = np.shape(trajectory.tokens)
   if len(shape) != 1 or shape[0] == 0:
@@ -151,9 +165,59 @@ def _own(sample_id: SampleId, trajectory: types.Trajectory) -> types.Trajectory:
         f"{_name(sample_id)}: {name} has shape {array.shape}, but tokens have "
         f"{shape}. All arrays of a trajectory have one length."
       )
-    copies[name] = array.copy()
-    copies[name].setflags(write=False)
+    copies[name] = _read_only(array)
+  support = trajectory.support_mask
+  if (support is not None) != truncated:
+    raise ValueError(
+      f"{_name(sample_id)}: the run's sampling "
+      + (
+        "truncates, and its support_mask is None."
+        if truncated
+        else "does not truncate, and it has a support_mask."
+      )
+    )
+  if support is not None:
+    copies["support_mask"] = _own_support(sample_id, support, shape[0])
   return dataclasses.replace(trajectory, **copies)
+
+
+def _own_support(
+  sample_id: SampleId, support: types.SupportMask, length: int
+) -> types.SupportMask:
+  """Read-only, of this many positions, and sound."""
+  copies = {}
+  for name, dtype in _SUPPORT_DTYPES.items():
+    array = getattr(support, name)
+    if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 1:
+      raise ValueError(
+        f"{_name(sample_id)}: support_mask.{name} must be a row of {dtype}."
+      )
+    copies[name] = _read_only(array)
+  counts, columns = np.diff(support.offsets), support.columns
+  if len(support) != length:
+    raise ValueError(
+      f"{_name(sample_id)}: support_mask has {len(support)} positions, but "
+      f"tokens {length}."
+    )
+  if (
+    support.offsets[0] != 0
+    or np.any(counts < 0)
+    or not support.offsets[-1] == len(columns) == len(support.data)
+    or np.any((columns < 0) | (columns >= support.width))
+    or np.any(np.diff(support.rows * support.width + columns) <= 0)
+  ):
+    raise ValueError(
+      f"{_name(sample_id)}: support_mask is no rows of ascending columns below "
+      f"its width {support.width}."
+    )
+  return dataclasses.replace(support, **copies)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+  """A copy."""
+  copy = array.copy()
+  copy.setflags(write=False)
+  return copy
 
 
 def _check_contents(
@@ -179,6 +243,13 @@ def _check_contents(
   begun_by = versions[starts]
   previous = np.where(first, begun_by[sampled_owner], previous)
   undefined = ~(np.isfinite(logprobs) & np.isfinite(entropy))[sampled]
+  num_bytes = lengths * _BYTES_PER_TOKEN
+  outside = np.zeros(len(owner), bool)
+  if trajectories[0].support_mask is not None:
+    masks = [t.support_mask for t in trajectories]
+    num_bytes += [mask.num_bytes for mask in masks]
+    tokens = np.concatenate([t.tokens for t in trajectories])
+    outside = ~types.SupportMask.concatenate(masks).has(tokens)
 
   for owners, reason in (
     (np.flatnonzero(loss_mask[starts]), "loss_mask[0] must be false"),
@@ -190,6 +261,10 @@ def _check_contents(
     (
       sampled_owner[undefined],
       "behavior_logprobs and behavior_entropy must be finite on sampled tokens",
+    ),
+    (
+      owner[loss_mask & outside],
+      "a sampled token is not in its own support",
     ),
   ):
     if owners.size:
@@ -203,7 +278,7 @@ def _check_contents(
       begun_by.tolist(),
       np.maximum.reduceat(versions, starts).tolist(),
       np.add.reduceat(loss_mask, starts, dtype=np.int64).tolist(),
-      (lengths * _BYTES_PER_TOKEN).tolist(),
+      num_bytes.tolist(),
       strict=True,
     )
   ]

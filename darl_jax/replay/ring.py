@@ -126,6 +126,7 @@ class Ring:
     advantage: advantages_lib.AdvantageKind,
     reward_tolerance: float,
     groups_per_version: int,
+    truncated: bool,
   ):
     """Creates an empty ring.
 
@@ -135,8 +136,11 @@ class Ring:
       reward_tolerance: A group whose rewards span no more is dead.
       groups_per_version: Fresh prompt groups that one learner step is worth:
         the rate at which ``reserve`` lets producers start.
+      truncated: Whether sampling truncates, so that trajectories carry the
+        support that each token was drawn from.
     """
     self._config = config
+    self._truncated = truncated
     self._advantage = advantage
     self._reward_tolerance = reward_tolerance
     self._groups_per_version = groups_per_version
@@ -282,7 +286,8 @@ class Ring:
     Raises:
       ValueError: Naming the group and what is wrong with it.
     """
-    samples = ingestion.ingest(groups)  # Before the lock: this is slow.
+    # Before the lock: this is slow.
+    samples = ingestion.ingest(groups, truncated=self._truncated)
     with self._condition:
       self._raise_if_failed()
       self._check_new(groups, samples)

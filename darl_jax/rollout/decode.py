@@ -198,7 +198,10 @@ class Decoder:
   def _decode(
     self, params: Params, pages: Pages, chunk: Chunk
   ) -> tuple[Pages, Sampled]:
-    """Samples a page's worth of tokens for each row, [B, page tokens]."""
+    """Samples a page's worth of tokens for each row, [B, page tokens].
+
+    Where sampling truncates, with their support [B, page tokens, ceil(V / 8)].
+    """
     spans = []
     if chunk.lanes.shape[1]:
       slots = jnp.arange(chunk.lanes.shape[1] * self._page_tokens)
@@ -238,8 +241,6 @@ class Decoder:
       )
       uniforms = sampling.token_uniforms(chunk.keys, chunk.counts + index)
       sampled = sampling.sample(logits, uniforms, sampling=self._sampling)
-      # Of no use yet: training refuses truncated distributions.
-      sampled = dataclasses.replace(sampled, support=None)
       return (sampled.tokens, tail), sampled
 
     # The spans stay out of the loop, which only reads them.

@@ -29,6 +29,7 @@ from darl_jax.types import (
   Params,
   PolicySnapshot,
   Prompt,
+  SupportMask,
   Trajectory,
   TrajectoryGroup,
 )
@@ -116,6 +117,7 @@ class Engine:
     pad_id: int,
     seed: int,
     sampling: Sampling | None = None,
+    stops: Callable[[Sequence[int], int], int | None] | None = None,
   ):
     """Compiles nothing yet, and allocates nothing.
 
@@ -128,12 +130,21 @@ class Engine:
       pad_id: Fills what nobody reads.
       seed: Of the sampling keys; a request's tokens follow from seed, group
         and sample alone.
-      sampling: How tokens are drawn; None draws at ``config.temperature``.
+      sampling: How tokens are drawn; None draws as ``config`` says.
+      stops: Where ``config.stop_strings`` end a response: takes its tokens and
+        how many of them are new, and returns how many to keep, or None. None
+        where there are no such strings.
 
     Raises:
+      ValueError: ``config.stop_strings`` and ``stops``: one without the other.
       ConfigError: The cache has no room for the longest sample.
     """
+    if bool(config.stop_strings) != (stops is not None):
+      raise ValueError(
+        f"rollout.stop_strings = {config.stop_strings}, and stops = {stops}"
+      )
     self.config = config
+    self._stops = stops
     self._replicas = mesh.shape["data"]
     self._max_prompt_tokens = max_prompt_tokens
     self._stop_ids = frozenset(stop_ids)
@@ -141,7 +152,13 @@ class Engine:
     self._page = config.chunk_tokens
     self._decoder = Decoder(
       policy,
-      sampling=sampling or Sampling(temperature=config.temperature),
+      sampling=sampling
+      or Sampling(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+      ),
       page_tokens=self._page,
       dtype=jnp.dtype(config.dtype),
       unstacked=unstacked_on(mesh),
@@ -545,9 +562,19 @@ class Engine:
         sample.stopped = True
         tokens = tokens[: stop + 1]
       sample.tokens += tokens
+      if self._stops is not None:
+        kept = self._stops(sample.tokens, len(tokens))
+        if kept is not None:
+          sample.stopped = True
+          del tokens[len(tokens) - (len(sample.tokens) - kept) :]
+          del sample.tokens[kept:]
       sample.logprobs += sampled.logprobs[row, : len(tokens)].tolist()
       sample.entropy += sampled.entropy[row, : len(tokens)].tolist()
       sample.versions += [version] * len(tokens)
+      if sampled.support is not None:
+        sample.supports.append(
+          SupportMask.of(sampled.support[row, : len(tokens)])
+        )
       if not sample.ended:
         continue
       group, schedule = self._groups[sample.group.group_id]
@@ -695,6 +722,9 @@ def _trajectory(sample: Sample) -> Trajectory:
     whole[start:] = values
     return whole
 
+  support = None
+  if sample.supports:
+    support = SupportMask.concatenate(sample.supports).after(start)
   return Trajectory(
     prompt_id=prompt.id,
     group_id=sample.group.group_id,
@@ -705,4 +735,5 @@ def _trajectory(sample: Sample) -> Trajectory:
     policy_version=widen(sample.versions, np.int32, sample.versions[0]),
     turn=np.zeros(length, np.int32),
     finish=Finish.STOP if sample.stopped else Finish.LENGTH,
+    support_mask=support,
   )

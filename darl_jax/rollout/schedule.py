@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from darl_jax.rollout.pages import PagePool
-from darl_jax.types import Prompt
+from darl_jax.types import Prompt, SupportMask
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +72,8 @@ class Sample:
     logprobs: Of each token, nats.
     entropy: Of each token's distribution, nats.
     versions: The policy that sampled each token.
-    stopped: Its last token is a stop token.
+    supports: Of the tokens of each chunk, where sampling truncates.
+    stopped: Its last token is a stop token, or completes a stop string.
     prefix: What its pages follow, while it runs.
     pages: Its own, all full but the one that was reserved for the next chunk.
   """
@@ -84,6 +85,7 @@ class Sample:
   logprobs: list[float] = dataclasses.field(default_factory=list)
   entropy: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  supports: list[SupportMask] = dataclasses.field(default_factory=list)
   stopped: bool = False
   prefix: Prefix | None = None
   pages: list[int] = dataclasses.field(default_factory=list)

@@ -33,6 +33,7 @@ def _learner(devices, *, shape=(1, 2, 2), **model) -> Learner:
     config.objective,
     mesh=Mesh(np.array(devices).reshape(shape), meshes.TRAIN_AXES),
     temperature=1.0,
+    truncated=False,
     num_steps=config.num_steps,
     publish_dtype=jnp.dtype("bfloat16"),
   )
@@ -73,6 +74,7 @@ class TPUTest(parameterized.TestCase):
       config.objective,
       mesh=mesh,
       temperature=1.0,
+      truncated=False,
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype("bfloat16"),
     )

@@ -23,6 +23,12 @@ from darl_jax.sharding import meshes, transfer
 from darl_jax.types import Batch, PolicySnapshot, Prompt, ScoreBatch
 
 _VOCAB = 42
+# Of a ScoreBatch where nothing truncates.
+_SCORED = [
+  field.name
+  for field in dataclasses.fields(ScoreBatch)
+  if field.name != "support_mask"
+]
 _ROWS, _TOKENS, _VERSIONS = 16, 16, 3
 _DEFAULT = config_lib.parse(darl.get_config())
 
@@ -53,6 +59,7 @@ def _learner(
   minibatches=1,
   microbatches=1,
   temperature=1.0,
+  truncated=False,
   publish_dtype="float32",
   compute_dtype="float32",
   lora_rank=0,
@@ -76,6 +83,7 @@ def _learner(
     _DEFAULT.objective,
     mesh=_mesh(train),
     temperature=temperature,
+    truncated=truncated,
     num_steps=10,
     publish_dtype=jnp.dtype(publish_dtype),
   )
@@ -120,7 +128,7 @@ def _batch(minibatches=1, microbatches=1, **changes) -> Batch:
     advantages=np.sign(rng.normal(size=shape)).astype(np.float32),
   )
   fields = {
-    name: value.reshape(minibatches, microbatches, -1, _TOKENS)
+    name: value.reshape(minibatches, microbatches, -1, *value.shape[1:])
     for name, value in (fields | changes).items()
   }
   return Batch(
@@ -134,9 +142,9 @@ def _batch(minibatches=1, microbatches=1, **changes) -> Batch:
 def _score_batch(**changes) -> ScoreBatch:
   batch = _batch()
   fields = {
-    field.name: getattr(batch, field.name)[0, 0]
-    for field in dataclasses.fields(ScoreBatch)
-    if field.name != "behavior_entropy"
+    name: getattr(batch, name)[0, 0]
+    for name in _SCORED
+    if name != "behavior_entropy"
   }
   entropy = np.ones((_ROWS, _TOKENS), np.float32)
   return ScoreBatch(**dict(behavior_entropy=entropy, **fields) | changes)
@@ -188,9 +196,9 @@ class ParityTest(parameterized.TestCase):
     learner = _learner()
     packed = self._pack(self._sample(1.0))
     fields = {
-      field.name: getattr(packed, field.name)
-      for field in dataclasses.fields(ScoreBatch)
-      if field.name != "behavior_entropy"
+      name: getattr(packed, name)
+      for name in _SCORED
+      if name != "behavior_entropy"
     }
     batch = _batch(**fields, proximal_logprobs=packed.behavior_logprobs)
     state, metrics = learner.step(_state(learner), batch)
@@ -201,9 +209,63 @@ class ParityTest(parameterized.TestCase):
     ratio = np.exp(ell[packed.loss_mask])
     self.assertGreater(np.mean(np.abs(ratio - 1)), 1e-3)
 
-  def _sample(self, temperature):
+  @parameterized.product(
+    truncation=(dict(top_p=0.9), dict(top_k=5), dict(min_p=0.4)),
+    temperature=(0.7, 1.3),
+  )
+  def test_under_truncation(self, truncation, temperature):
+    """Step 0, its ratios, and what the first update makes of them."""
+    learner = _learner(temperature=temperature, truncated=True)
+    trajectories = self._sample(temperature, **truncation)
+    packed = self._pack(trajectories)
+    supports = np.unpackbits(packed.support_mask, axis=-1).sum(axis=-1)
+    # Truncation leaves out, and does not always leave one token.
+    self.assertLess(supports[packed.loss_mask].mean(), 0.9 * _VOCAB)
+    self.assertGreater(supports[packed.loss_mask].mean(), 2.0)
+    logprobs, moments = learner.score(_params(learner), packed)
+    gaps = np.abs(np.asarray(logprobs) - packed.behavior_logprobs)
+    self.assertLess(gaps[packed.loss_mask].max(), 1e-5)
+    self.assertLess(float(jnp.max(moments.max_abs)), 1e-5)
+    # Without the support the ratios would be those of other distributions.
+    whole, _ = _learner(temperature=temperature).score(
+      _params(learner), dataclasses.replace(packed, support_mask=None)
+    )
+    gaps = np.asarray(whole) - packed.behavior_logprobs
+    self.assertLess(gaps[packed.loss_mask].mean(), -0.03)
+
+    fields = {
+      field.name: getattr(packed, field.name)
+      for field in dataclasses.fields(ScoreBatch)
+      if field.name != "behavior_entropy"
+    }
+    batch = _batch(**fields, proximal_logprobs=packed.behavior_logprobs)
+    state, metrics = learner.step(_state(learner), batch)
+    values = _values(metrics)
+    self.assertAlmostEqual(values["train/ratio"], 1.0, delta=1e-5)
+    self.assertAlmostEqual(values["train/kl"], 0.0, delta=1e-6)
+    # As the sampler recorded it: of the truncated distribution.
+    entropy = packed.behavior_entropy[packed.loss_mask].mean()
+    self.assertAlmostEqual(values["train/entropy"], entropy, delta=1e-4)
+    logprobs, _ = learner.score(state.params, packed)
+    ell = np.asarray(logprobs) - packed.behavior_logprobs
+    ratio = np.exp(ell[packed.loss_mask])
+    self.assertTrue(np.all(np.isfinite(ratio)))
+    self.assertGreater(np.mean(np.abs(ratio - 1)), 1e-3)
+
+  @parameterized.parameters(True, False)
+  def test_a_batch_of_the_other_kind_is_refused(self, truncated):
+    learner = _learner(truncated=truncated)
+    batch = _score_batch()
+    if not truncated:
+      shape = (_ROWS, _TOKENS, -(-_VOCAB // 8))
+      batch = _score_batch(support_mask=np.full(shape, 255, np.uint8))
+    with self.assertRaisesRegex(ValueError, f"truncated = {truncated}"):
+      learner.score(_params(learner), batch)
+
+  def _sample(self, temperature, **truncation):
     rollout = dataclasses.replace(
       _DEFAULT.rollout,
+      **truncation,
       prompts_per_batch=8,
       samples_per_prompt=4,
       max_response_tokens=5,
@@ -236,9 +298,11 @@ class ParityTest(parameterized.TestCase):
   def _pack(self, trajectories) -> ScoreBatch:
     """Two trajectories per row."""
     fields = {
-      field.name: np.zeros_like(getattr(_score_batch(), field.name))
-      for field in dataclasses.fields(ScoreBatch)
+      name: np.zeros_like(getattr(_score_batch(), name)) for name in _SCORED
     }
+    if trajectories[0].support_mask is not None:
+      shape = (_ROWS, _TOKENS, -(-_VOCAB // 8))
+      fields["support_mask"] = np.zeros(shape, np.uint8)
     for index, trajectory in enumerate(trajectories):
       row, second = divmod(index, 2)
       start = len(trajectories[index - 1].tokens) if second else 0
@@ -250,6 +314,9 @@ class ParityTest(parameterized.TestCase):
         "behavior_entropy",
       ):
         fields[name][row, slots] = getattr(trajectory, name)
+      if trajectory.support_mask is not None:
+        bits = trajectory.support_mask.dense()
+        fields["support_mask"][row, slots] = bits
       fields["positions"][row, slots] = np.arange(len(trajectory.tokens))
       fields["segment_ids"][row, slots] = 1 + second
       fields["advantages"][row, slots] = 1.0 if index % 3 else -1.0
@@ -310,6 +377,7 @@ class StepTest(parameterized.TestCase):
       _DEFAULT.objective,
       mesh=_mesh((1, 2, 1)),
       temperature=1.0,
+      truncated=False,
       num_steps=10,
       publish_dtype=jnp.dtype("float32"),
     )
@@ -406,7 +474,7 @@ class AccumulationTest(parameterized.TestCase):
       changes = {}
       for field in dataclasses.fields(Batch):
         value = getattr(batch, field.name)
-        if value.ndim == 4:
+        if getattr(value, "ndim", 0) == 4:
           part = value[0, 0, rows]
           # The other half is padding, so that the shape stays.
           changes[field.name] = np.concatenate([part, np.zeros_like(part)])
@@ -493,6 +561,36 @@ class ShardedTest(parameterized.TestCase):
       self.assertEqual(
         leaf.addressable_shards[0].data.shape, (1, 8, 32 // train[2])
       )
+
+  @parameterized.parameters(True, False)
+  def test_truncated_too(self, by_blocks):
+    """Microbatches on eight devices, and one batch on one."""
+    rng = np.random.default_rng(1)
+    shape = _batch().tokens.shape[-2:]
+    mask = rng.random((*shape, _VOCAB)) < 0.4
+    tokens = _batch().tokens[0, 0]
+    np.put_along_axis(mask, tokens[..., None], True, axis=-1)
+    support = np.packbits(mask, axis=-1, bitorder="little")
+    # Where nothing was sampled it is not looked at.
+    support[~_batch().loss_mask[0, 0]] = 0
+    want, want_metrics = (one := _learner(truncated=True)).step(
+      _state(one), _batch(support_mask=support)
+    )
+    whole, _ = _learner().step(_state(_learner()), _batch())
+    self.assertGreater(_largest_gap(whole.params, want.params), 1e-3)
+    bytes_ = 0 if by_blocks else block_sizes.SMALL_LOGITS_BYTES
+    with mock.patch.object(block_sizes, "SMALL_LOGITS_BYTES", bytes_):
+      many = _learner.__wrapped__(
+        truncated=True, train=(2, 2, 2), microbatches=2
+      )
+      got, metrics = many.step(_state(many), _batch(1, 2, support_mask=support))
+    _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+    # The largest array of a batch: each device has its rows' alone.
+    batch = _batch(1, 2, support_mask=support)
+    lies = many._batch_shardings(batch)
+    self.assertEqual(lies.support_mask, lies.tokens)
+    self.assertNotEqual(lies.support_mask, lies.versions)
 
   @parameterized.parameters([(2, 2, 1)], [(2, 2, 2)])
   def test_in_bfloat16_by_blocks_of_the_vocabulary(self, train):
@@ -612,16 +710,20 @@ class AdapterTest(parameterized.TestCase):
 
 
 class ProgramsTest(parameterized.TestCase):
-  def test_are_the_ones_that_run(self):
+  @parameterized.parameters(False, True)
+  def test_are_the_ones_that_run(self, truncated):
     """Traced without data, each program is the one that data compiles."""
-    learner = _learner(train=(2, 2, 2), minibatches=2)
+    learner = _learner(train=(2, 2, 2), minibatches=2, truncated=truncated)
     programs = learner.programs()
     state = _state(learner)
     config = learner._config
     rows = config.rows // config.minibatches
     table = np.zeros(_DEFAULT.objective.max_versions)
+    width = -(-_VOCAB // 8)
+    support = np.zeros((_ROWS, _TOKENS, width), np.uint8) if truncated else None
+    changes = dict(support_mask=support) if truncated else {}
     batch = dataclasses.replace(
-      _batch(2),
+      _batch(2, **changes),
       clip_low=table.astype(np.float32),
       clip_high=table.astype(np.float32),
       versions=table.astype(np.int32),
@@ -636,9 +738,10 @@ class ProgramsTest(parameterized.TestCase):
     # A dispatch of the scoring pass has rows of its own number.
     rows = np.zeros((config.score_rows, config.row_tokens))
     fields = {
-      field.name: rows.astype(getattr(_score_batch(), field.name).dtype)
-      for field in dataclasses.fields(ScoreBatch)
+      name: rows.astype(getattr(_score_batch(), name).dtype) for name in _SCORED
     }
+    if truncated:
+      fields["support_mask"] = np.zeros((*rows.shape, width), np.uint8)
     score = learner._score.lower(
       state.params, {}, jax.device_put(ScoreBatch(**fields), learner._rows)
     )

@@ -129,7 +129,7 @@ def segments(batch):
   fields = {
     field.name: getattr(batch, field.name)
     for field in dataclasses.fields(batch)
-    if getattr(batch, field.name).ndim == batch.tokens.ndim
+    if getattr(getattr(batch, field.name), "ndim", 0) == batch.tokens.ndim
   }
   found = []
   for row in np.ndindex(*batch.tokens.shape[:-1]):
@@ -199,6 +199,80 @@ class PackTest(parameterized.TestCase):
     self.assertEqual(packing.segment.tolist(), [1, 1, 1, 2])
 
 
+def supported(entries, *, vocab=99, share=0.1):
+  """Entries with a support of each token, of the masked ones too."""
+  rng = np.random.default_rng(7)
+
+  def add(entry):
+    trajectory = entry.trajectory
+    mask = rng.random((len(trajectory.tokens), vocab)) < share
+    mask[np.arange(len(mask)), trajectory.tokens] = True
+    bits = np.packbits(mask, axis=1, bitorder="little")
+    support = types.SupportMask.of(bits)
+    return dataclasses.replace(
+      entry, trajectory=dataclasses.replace(trajectory, support_mask=support)
+    )
+
+  return [add(entry) for entry in entries]
+
+
+def check_supports(test, batch, entries):
+  """Each placed token has its own support, and nothing else has any."""
+  wanted = {e.trajectory.tokens.tobytes(): e.trajectory for e in entries}
+  test.assertEqual(batch.support_mask.shape, (*batch.tokens.shape, 13))
+  test.assertEqual(batch.support_mask.dtype, np.uint8)
+  used = np.zeros_like(batch.loss_mask)
+  for row in np.ndindex(*batch.tokens.shape[:-1]):
+    for segment in range(1, batch.segment_ids[row].max() + 1):
+      where = batch.segment_ids[row] == segment
+      trajectory = wanted[batch.tokens[row][where].tobytes()]
+      bits = trajectory.support_mask.dense()
+      bits[~trajectory.loss_mask] = 0
+      np.testing.assert_array_equal(batch.support_mask[row][where], bits)
+      used[row] |= where
+  test.assertFalse(np.any(batch.support_mask[~used]))
+  test.assertTrue(np.all(batch.support_mask[batch.loss_mask].any(axis=-1)))
+
+
+class SupportTest(parameterized.TestCase):
+  """The support of truncated sampling, from trajectories to batches."""
+
+  def test_scoring_batches(self):
+    entries = supported(make_entries(50))
+    plan = batching.ScoringPlan(entries, score_rows=4, row_tokens=ROW_TOKENS)
+    batches = list(plan.batches)
+    self.assertGreater(len(batches), 2)
+    for batch in batches:
+      check_supports(self, batch, entries)
+
+  @parameterized.parameters(32, 8)
+  def test_a_steps_batch(self, rows):
+    entries = supported(make_entries(50))
+    batch, placed, _ = build(entries, learner=make_learner(rows=rows))
+    self.assertEqual(len(placed) < 50, rows == 8)
+    check_supports(self, batch, entries)
+
+  def test_changes_nothing_else(self):
+    plain, _, _ = build(make_entries(50))
+    batch, _, _ = build(supported(make_entries(50)))
+    self.assertIsNone(plain.support_mask)
+    same = dataclasses.replace(batch, support_mask=None)
+    jax.tree.map(np.testing.assert_array_equal, same, plain)
+    plans = [
+      batching.ScoringPlan(entries, score_rows=4, row_tokens=ROW_TOKENS)
+      for entries in (make_entries(50), supported(make_entries(50)))
+    ]
+    for one, other in zip(*(plan.batches for plan in plans), strict=True):
+      self.assertIsNone(one.support_mask)
+      same = dataclasses.replace(other, support_mask=None)
+      jax.tree.map(np.testing.assert_array_equal, same, one)
+
+  def test_all_have_one_or_none_has(self):
+    entries = supported(make_entries(3)) + make_entries(1)
+    with self.assertRaisesRegex(ValueError, "and others none"):
+      build(entries)
+
+
 class ScoringPlanTest(parameterized.TestCase):
   def plan(self, entries):
     return batching.ScoringPlan(entries, score_rows=4, row_tokens=ROW_TOKENS)
@@ -206,7 +280,7 @@ class ScoringPlanTest(parameterized.TestCase):
   def test_every_entry_is_packed_once_and_whole(self):
     entries = make_entries(50)
     plan = self.plan(entries)
-    self.assertGreater(len(plan.batches), 2)
+    self.assertGreater(len(list(plan.batches)), 2)
     packed = []
     for batch in plan.batches:
       self.assertEqual(batch.tokens.shape, (4, ROW_TOKENS))
@@ -259,7 +333,7 @@ class ScoringPlanTest(parameterized.TestCase):
   def test_refuses_results_of_another_shape(self):
     plan = self.plan(make_entries(50))
     with self.assertRaisesRegex(ValueError, "must have"):
-      plan.per_token([batch.tokens for batch in plan.batches[1:]])
+      plan.per_token([batch.tokens for batch in list(plan.batches)[1:]])
 
   def test_statistics_with_the_real_kernel(self):
     entries = make_entries(50)
@@ -305,7 +379,7 @@ class ScoringPlanTest(parameterized.TestCase):
       **{name: np.ones(shape) for name in batching._MOMENTS}
     )
     with self.assertRaisesRegex(ValueError, "out of order"):
-      plan.statistics([moments] * len(plan.batches))
+      plan.statistics([moments] * len(list(plan.batches)))
 
   def test_refuses_what_a_row_cannot_hold(self):
     entries = make_entries(3)

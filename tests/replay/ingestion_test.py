@@ -37,6 +37,10 @@ def group_of(group_id, *trajectories, failures=()) -> types.TrajectoryGroup:
   return types.TrajectoryGroup(group_id, prompt, trajectories, failures)
 
 
+def ingest(*groups, truncated=False):
+  return ingestion.ingest(groups, truncated=truncated)
+
+
 def array_fields(sample: types.Trajectory):
   for field in dataclasses.fields(sample):
     value = getattr(sample, field.name)
@@ -97,27 +101,25 @@ class IngestTest(parameterized.TestCase):
     bad = dataclasses.replace(good, **changes)
     groups = [group_of(6, trajectory(6, [4, 4, 5])), group_of(7, good, bad)]
     with self.assertRaisesRegex(ValueError, "group 7, sample 1.*" + message):
-      ingestion.ingest(groups)
+      ingest(*groups)
 
   def test_refuses_an_empty_group(self):
     with self.assertRaisesRegex(ValueError, "group 3 has no samples"):
-      ingestion.ingest([group_of(3)])
+      ingest(group_of(3))
 
   def test_no_group_is_no_sample(self):
-    self.assertEqual(ingestion.ingest([]), [])
+    self.assertEqual(ingest(), [])
 
   def test_masked_slots_may_hold_anything(self):
     garbage = np.array([np.nan, np.inf, 0, 0, 0], np.float32)
     group = group_of(1, trajectory(1, [5] * 3, behavior_logprobs=garbage))
-    self.assertLen(ingestion.ingest([group]), 1)
+    self.assertLen(ingest(group), 1)
 
   def test_notes_what_the_ring_asks_for(self):
     unsampled = dict(loss_mask=np.zeros(3, bool))
-    samples = ingestion.ingest(
-      [
-        group_of(4, trajectory(4, [1, 2, 2, 6]), trajectory(4, [3])),
-        group_of(2, trajectory(2, [5], **unsampled)),
-      ]
+    samples = ingest(
+      group_of(4, trajectory(4, [1, 2, 2, 6]), trajectory(4, [3])),
+      group_of(2, trajectory(2, [5], **unsampled)),
     )
     self.assertEqual(
       [
@@ -139,7 +141,7 @@ class IngestTest(parameterized.TestCase):
   def test_owns_read_only_copies_of_every_array(self):
     original = trajectory(1, [5, 6], finish=types.Finish.LENGTH)
     expected = {name: array.copy() for name, array in array_fields(original)}
-    (sample,) = ingestion.ingest([group_of(1, original)])
+    (sample,) = ingest(group_of(1, original))
     for _, array in array_fields(original):
       array[...] = 1
     copies = dict(array_fields(sample.trajectory))
@@ -150,6 +152,94 @@ class IngestTest(parameterized.TestCase):
       self.assertIsNone(array.base)  # It cannot change from below.
     self.assertEqual(sample.trajectory.prompt_id, "p1")
     self.assertEqual(sample.trajectory.finish, types.Finish.LENGTH)
+
+
+def supported(sample: types.Trajectory, *, width=2) -> types.Trajectory:
+  """Each sampled token may be drawn, and token 9."""
+  bits = np.zeros((len(sample.tokens), 8 * width), bool)
+  at = np.flatnonzero(sample.loss_mask)
+  bits[at, sample.tokens[at]] = bits[at, 9] = True
+  packed = np.packbits(bits, axis=1, bitorder="little")
+  return dataclasses.replace(sample, support_mask=types.SupportMask.of(packed))
+
+
+class SupportTest(parameterized.TestCase):
+  """What truncated sampling left, present exactly where it truncates."""
+
+  def test_owns_read_only_copies_and_counts_their_bytes(self):
+    original = supported(trajectory(1, [5, 6]))
+    bits = original.support_mask.dense()
+    (sample,) = ingest(group_of(1, original), truncated=True)
+    support = sample.trajectory.support_mask
+    own = dict(array_fields(support))
+    self.assertLen(own, 3)
+    for name, array in array_fields(original.support_mask):
+      array[...] = 1
+      self.assertFalse(own[name].flags.writeable)
+      self.assertIsNone(own[name].base)
+    np.testing.assert_array_equal(support.dense(), bits)
+    # Two bytes for each token, and five offsets.
+    self.assertEqual(sample.num_bytes, 4 * 21 + 4 * (1 + 4) + 5 * 8)
+
+  def test_refuses_a_trajectory_without(self):
+    good = supported(trajectory(7, [5] * 3))
+    with self.assertRaisesRegex(
+      ValueError,
+      "group 7, sample 1: .* truncates, and its support_mask is None",
+    ):
+      ingest(group_of(7, good, trajectory(7, [5] * 3)), truncated=True)
+
+  def test_refuses_one_where_nothing_truncates(self):
+    with self.assertRaisesRegex(
+      ValueError,
+      "group 7, sample 0: .* does not truncate, and it has a support",
+    ):
+      ingest(group_of(7, supported(trajectory(7, [5] * 3))))
+
+  def test_refuses_a_token_that_could_not_be_drawn(self):
+    good = supported(trajectory(7, [5] * 3))
+    tokens = good.tokens.copy()
+    tokens[-1] = 8  # Of a byte that is there, for token 9.
+    bad = dataclasses.replace(good, tokens=tokens)
+    with self.assertRaisesRegex(ValueError, "sample 1: .* not in its own supp"):
+      ingest(group_of(7, good, bad), truncated=True)
+    tokens[-1] = 9
+    ingest(group_of(7, good, bad), truncated=True)
+
+  def test_where_nothing_was_sampled_it_may_be_anything(self):
+    sample = supported(trajectory(7, [5] * 3))
+    support = sample.support_mask.dense()
+    support[0] = 1
+    mask = types.SupportMask.of(support)
+    good = dataclasses.replace(sample, support_mask=mask)
+    self.assertLen(ingest(group_of(7, good), truncated=True), 1)
+
+  @parameterized.named_parameters(
+    (
+      "short",
+      dict(offsets=np.array([0, 2, 4, 6])),
+      "3 positions, but tokens 5",
+    ),
+    ("dtype", dict(columns=np.zeros(6, np.int64)), "columns must be a row of"),
+    ("list", dict(data=[0] * 6), "data must be a row of uint8"),
+    ("start", dict(offsets=np.array([1, 1, 1, 2, 4, 6])), "ascending"),
+    ("falling", dict(offsets=np.array([0, 0, 0, 4, 2, 6])), "ascending"),
+    ("end", dict(offsets=np.array([0, 0, 0, 2, 4, 5])), "ascending"),
+    ("data", dict(data=np.ones(5, np.uint8)), "ascending"),
+    (
+      "twice",
+      dict(columns=np.array([0, 0, 0, 1, 0, 1], np.int32)),
+      "ascending",
+    ),
+    ("wide", dict(columns=np.array([0, 2, 0, 1, 0, 1], np.int32)), "width 2"),
+    ("below", dict(columns=np.array([-1, 1, 0, 1, 0, 1], np.int32)), "width 2"),
+  )
+  def test_refuses_what_is_no_mask(self, changes, message):
+    good = supported(trajectory(7, [5] * 3))
+    support = dataclasses.replace(good.support_mask, **changes)
+    bad = dataclasses.replace(good, support_mask=support)
+    with self.assertRaisesRegex(ValueError, "sample 1.*" + message):
+      ingest(group_of(7, good, bad), truncated=True)
 
 
 class UsableRewardsTest(parameterized.TestCase):
@@ -169,7 +259,7 @@ class UsableRewardsTest(parameterized.TestCase):
       *(trajectory(1, [5], reward=reward) for reward in rewards),
       failures=failures,
     )
-    usable, found = ingestion.usable_rewards(group, ingestion.ingest([group]))
+    usable, found = ingestion.usable_rewards(group, ingest(group))
     self.assertEqual(usable.dtype, np.float64)
     self.assertEqual(usable.tolist(), [1.0, 0.25, 0, 0, 0, 0, 0])
     self.assertEqual(found, list(reasons))
@@ -177,12 +267,12 @@ class UsableRewardsTest(parameterized.TestCase):
   def test_an_aborted_sample_has_none_whatever_its_group_says_later(self):
     begun = group_of(1, trajectory(1, [5], finish=types.Finish.ABORTED))
     later = group_of(1, trajectory(1, [5], reward=1.0), failures=["timeout"])
-    usable, reasons = ingestion.usable_rewards(later, ingestion.ingest([begun]))
+    usable, reasons = ingestion.usable_rewards(later, ingest(begun))
     self.assertEqual((usable.tolist(), reasons), ([0.0], ["aborted"]))
 
   def test_refuses_other_numbers(self):
     pair = [trajectory(2, [5], reward=1.0)] * 2
-    samples = ingestion.ingest([group_of(2, *pair)])
+    samples = ingest(group_of(2, *pair))
     with self.assertRaisesRegex(ValueError, "group 2 .* 2 samples and has 1"):
       ingestion.usable_rewards(group_of(2, pair[0]), samples)
     with self.assertRaisesRegex(ValueError, "2 samples and 1 entries in fail"):

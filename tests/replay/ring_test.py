@@ -46,12 +46,15 @@ def make_config(**changes) -> config_lib.ReplayConfig:
   return config_lib.ReplayConfig(**{**fields, **changes})
 
 
-def make_ring(*, groups_per_version=4, **changes) -> ring_lib.Ring:
+def make_ring(
+  *, groups_per_version=4, truncated=False, **changes
+) -> ring_lib.Ring:
   return ring_lib.Ring(
     make_config(**changes),
     advantage="group",
     reward_tolerance=1e-6,
     groups_per_version=groups_per_version,
+    truncated=truncated,
   )
 
 
@@ -268,6 +271,13 @@ class BeginTest(parameterized.TestCase):
     self.assertEqual(self.ring.accounting().generated, 0)
     self.assertEqual(self.ring.occupancy().trajectory_bytes, 0)
     self.ring.begin([good])
+
+  def test_refuses_a_sample_without_support_where_sampling_truncates(self):
+    ring = make_ring(truncated=True)
+    ring.push_snapshot(snapshot(5))
+    with self.assertRaisesRegex(ValueError, "its support_mask is None"):
+      ring.begin([group_of(1, [trajectory(1, [5] * 3)])])
+    self.assertEqual(ring.accounting().generated, 0)
 
   def test_refuses_a_group_twice(self):
     push(self.ring, make_group(3, 5))

@@ -88,6 +88,7 @@ def _engine(
   stop_ids=_STOPS,
   seed=0,
   sampling=None,
+  stops=None,
   decoder=_decoder,
   **changes,
 ) -> Engine:
@@ -102,6 +103,10 @@ def _engine(
     extra_samples=0,
     update="swap",
     temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    stop_strings=(),
     dtype="float32",
   )
   with mock.patch.object(engine_lib, "Decoder", decoder):
@@ -114,6 +119,7 @@ def _engine(
       pad_id=pad_id,
       seed=seed,
       sampling=sampling,
+      stops=stops,
     )
 
 
@@ -418,6 +424,141 @@ class LogprobsTest(parameterized.TestCase):
       np.testing.assert_array_equal(
         _distributions(trajectory).argmax(axis=1), trajectory.response
       )
+
+
+class SupportTest(parameterized.TestCase):
+  """What truncation left, recorded token by token."""
+
+  @parameterized.parameters(
+    dict(top_k=5, chunk_tokens=3),
+    dict(top_p=0.8, slots=1),
+    dict(min_p=0.3, **_TIGHT),
+    dict(top_k=9, top_p=0.8, temperature=0.7, mesh=(2, 1)),
+  )
+  def test_is_that_of_a_whole_pass(self, **changes):
+    engine = _engine(stop_ids=(3,), **changes)
+    mesh = changes.get("mesh", (1, 1))
+    got = _trajectories(_generate(engine, fetch=lambda: _snapshot(mesh=mesh)))
+    self.assertEqual(engine.stats.preemptions > 0, "min_p" in changes)
+    temperature = changes.get("temperature", 1.0)
+    sizes = []
+    for trajectory in got:
+      support, mask = trajectory.support_mask, trajectory.loss_mask
+      self.assertLen(support, len(mask))
+      bits = np.unpackbits(support.dense(), axis=1, bitorder="little")
+      self.assertFalse(np.any(bits[~mask]))
+      bits = bits[mask].astype(bool)
+      found = _distributions(trajectory, temperature=temperature)
+      want = [self._kept(np.exp(row), changes) for row in found]
+      np.testing.assert_array_equal(bits[:, :_VOCAB], want)
+      # Log-probs and entropy are over it.
+      found = np.where(bits, found, -np.inf)
+      found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
+      np.testing.assert_allclose(
+        trajectory.behavior_logprobs[mask],
+        found[np.arange(len(found)), trajectory.response],
+        atol=1e-4,
+      )
+      terms = np.exp(found) * np.where(bits, found, 0.0)
+      np.testing.assert_allclose(
+        trajectory.behavior_entropy[mask], -terms.sum(axis=1), atol=1e-4
+      )
+      sizes.append(bits.sum(axis=1))
+    sizes = np.concatenate(sizes)
+    self.assertGreater(sizes.max(), 1)
+    self.assertLess(sizes.mean(), 0.7 * _VOCAB)
+
+  def _kept(self, probs, changes):
+    """Brute force: bool [V]."""
+    order = np.argsort(-probs)
+    kept = np.zeros(_VOCAB, bool)
+    kept[order[: changes.get("top_k", _VOCAB)]] = True
+    left = np.where(kept, probs, 0.0)[order]
+    before = np.cumsum(left) - left
+    kept[order] &= before < changes.get("top_p", 2.0) * left.sum()
+    return kept & (probs >= changes.get("min_p", 0.0) * probs.max())
+
+  def test_is_none_where_nothing_truncates(self):
+    for trajectory in _trajectories(_generate()):
+      self.assertIsNone(trajectory.support_mask)
+
+  def test_an_explicit_sampling_comes_first(self):
+    engine = _engine(top_k=2, sampling=Sampling(temperature=1.0))
+    self.assertEqual(_tokens(_generate(engine)), _tokens(_generate()))
+
+
+def _stops(tokens, new):
+  """Ends a response after two even tokens in a row, or after token 5."""
+  for kept in range(len(tokens) - new + 1, len(tokens) + 1):
+    last = tokens[max(kept - 2, 0) : kept]
+    if last[-1] == 5 or (len(last) == 2 and not any(t % 2 for t in last)):
+      return kept
+  return None
+
+
+class StopStringsTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("all_at_once", dict()),
+    ("within_a_chunk", dict(chunk_tokens=16)),
+    ("over_chunks", dict(chunk_tokens=1, slots=6)),
+    ("pages_lost", _TIGHT),
+    ("recompute", dict(update="recompute", slots=5)),
+    ("truncated", dict(top_k=30, slots=1)),
+  )
+  def test_end_a_response_as_if_its_whole_text_were_known(self, changes):
+    truncation = dict(top_k=changes.get("top_k", 0))
+    whole = _trajectories(_generate(_engine(**truncation)))
+    engine = _engine(stops=_stops, stop_strings=("x",), **changes)
+    versions = itertools.count()
+
+    def fetch():
+      """The same weights under another number: read again by recompute."""
+      if changes.get("update") != "recompute":
+        return _snapshot()
+      return PolicySnapshot(next(versions), dict(_snapshot().params))
+
+    got = _trajectories(_generate(engine, fetch=fetch))
+    self.assertEqual(engine.stats.preemptions > 0, "cache_tokens" in changes)
+    earlier = 0
+    for one, other in zip(got, whole, strict=True):
+      response = other.response.tolist()
+      cuts = (_stops(response[:n], 1) for n in range(1, len(response) + 1))
+      cut = next((kept for kept in cuts if kept is not None), len(response))
+      self.assertEqual(one.response.tolist(), response[:cut])
+      length = len(one.tokens)
+      for name in ("loss_mask", "behavior_logprobs", "behavior_entropy"):
+        self.assertLen(getattr(one, name), length)
+        np.testing.assert_allclose(
+          getattr(one, name), getattr(other, name)[:length], atol=1e-5
+        )
+      self.assertLen(one.policy_version, length)
+      if "top_k" in changes:
+        self.assertLen(one.support_mask, length)
+      stopped = cut < len(response) or _stops(response, 1) is not None
+      self.assertIs(one.finish, Finish.STOP if stopped else other.finish)
+      earlier += cut < len(response)
+    self.assertBetween(earlier, 4, 15)
+    # What was sampled behind the end is not counted.
+    self.assertEqual(engine.stats.tokens, sum(t.num_sampled for t in got))
+
+  def test_are_asked_about_new_tokens_once(self):
+    asked = []
+
+    def stops(tokens, new):
+      asked.append((tuple(tokens), new))
+
+    engine = _engine(stops=stops, stop_strings=("x",), stop_ids=())
+    got = _trajectories(_generate(engine))
+    self.assertEqual(sum(new for _, new in asked), 16 * _LIMIT)
+    seen = {tokens for tokens, _ in asked}
+    for trajectory in got:
+      self.assertIn(tuple(trajectory.response.tolist()), seen)
+
+  def test_do_not_go_without_who_knows_them(self):
+    with self.assertRaisesRegex(ValueError, "stop_strings"):
+      _engine(stop_strings=("x",))
+    with self.assertRaisesRegex(ValueError, "stop_strings"):
+      _engine(stops=_stops)
 
 
 class RequestsTest(parameterized.TestCase):
