@@ -75,28 +75,24 @@ def paged_attention(
   _check(query, keys, values, table, bounds, layer, scales)
   _check_partition(query, keys, table, partition)
   stacked = (None,) * (layer is not None)
-  rows = heads = slices = spec = None
+  heads = slices = rows = None
+  cores = 1
   if partition is not None:
     rows = partition.row_spec
     heads = PartitionSpec(partition.rows, partition.tensor)
     slices = PartitionSpec(*stacked, partition.rows, None, partition.tensor)
-    spec = PartitionSpec()
-  cores = 1
-  if partition is not None:
-    # Not an attribute of devices that are no TPUs.
-    device = partition.mesh.devices.flat[0]
-    cores = getattr(device, "num_cores", 1)
+    # Devices that are no TPUs have no such attribute.
+    cores = getattr(partition.mesh.devices.flat[0], "num_cores", 1)
   function = per_shard(
     functools.partial(_by_platform, cores=cores),
     partition,
-    in_specs=(heads, slices, slices, rows, rows, spec, slices),
+    in_specs=(heads, slices, slices, rows, rows, PartitionSpec(), slices),
     out_specs=heads,
   )
   arrays = jax.lax.stop_gradient((query, keys, values))
-  table, bounds, layer = jax.tree.map(
-    lambda x: jnp.asarray(x, jnp.int32), (table, bounds, layer or 0)
-  )
-  return function(*arrays, table, bounds, layer, scales)
+  integers = table, bounds, 0 if layer is None else layer
+  integers = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), integers)
+  return function(*arrays, *integers, scales)
 
 
 def supported(
