@@ -136,6 +136,25 @@ class PagedAttentionTest(parameterized.TestCase):
       )(**_spread(arguments, _mesh()))
     self._assert_exact(got, parts)
 
+  def test_a_page_without_a_valid_slot_may_be_any(self):
+    # Neither way of reading pages checks where it reads.
+    arguments, parts = _arguments(slices=2, layer=1)
+    unused = arguments["table"] == 0
+    arguments["table"] = jnp.where(unused, 10**6, arguments["table"])
+    arguments["table"] = arguments["table"].at[0].set(-1)  # An empty entry.
+    pages = arguments["keys"].shape[2]
+
+    def reads(query, keys, values, table, bounds, scales):
+      # In the pool, layer 1 is behind the two slices of layer 0.
+      of_slice = 2 + jnp.arange(2).repeat(len(table) // 2)[:, None]
+      inside = jnp.all(table // pages == of_slice, axis=1)
+      return jnp.broadcast_to(inside[:, None, None], query.shape), None
+
+    with mock.patch.object(ref, "paged_attention", reads):
+      inside, _ = ops.paged_attention(**arguments)
+    self.assertTrue(np.all(inside))
+    self._assert_exact(jax.jit(ops.paged_attention)(**arguments), parts)
+
   def test_shared_prefix_own_pages_and_tail_make_the_whole(self):
     # A prompt's samples: a prefix for all four rows, pages of each row's own,
     # and tokens in no page yet; against each row's whole context in one table.
