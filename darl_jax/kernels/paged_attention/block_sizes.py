@@ -6,10 +6,11 @@ import jax.numpy as jnp
 
 LANES = 128
 
-# Keys and values of a block; two blocks are in VMEM. By the compiler's static
-# schedule a step costs 0.37 to 0.74 bundles a slot with two key heads and 1.9
-# to 3.3 with eight, the fewer the larger the block, and 2 MiB take 1,300 (v5p)
-# to 3,800 cycles to come from HBM: long against what a transfer takes to begin.
+# Keys and values of a block; two blocks are in VMEM. A larger block costs fewer
+# instructions for each of its slots, by the compiler's static schedule for v5e
+# 0.74 at 512 slots and 0.57 at 2,048 with two key heads, 3.3 at 256 and 2.3 at
+# 512 with eight; and 2 MiB take 1.5 us (v5p) to 2.6 us (v5e) to come from HBM,
+# long against what a transfer takes to begin.
 BLOCK_BYTES = 2 * 2**20
 # A block's unused slots are not fetched, but computed with.
 MAX_SLOTS = 2048

@@ -22,22 +22,22 @@ of up to 17,408 tokens in pages of 64, 8 pages a step, 0.5 ms a layer, where
 reading 8,192 tokens of each takes 0.12 ms. Here the number of blocks follows
 from the entry's length.
 
-What a layer's call costs on one chip. These are estimates: bytes at the chip's
-peak rate, and the static schedule of the compiler, of the loop over blocks only
-and without its waits, at 1.5 GHz (v5e) and 1.75 GHz (v5p, on its two cores).
+What a layer's call costs on a chip, estimated: its bytes at the chip's peak
+rate, and the compiler's static schedule of the loop over whole blocks, without
+its waits, at 1.5 GHz (v5e) and at 1.75 GHz on two cores (v5p).
 
-  ========================  ====  ====  =====  =======  =======  =========
-  configuration, chip       rows  M     H      context  bytes    schedule
-  ========================  ====  ====  =====  =======  =======  =========
-  Qwen3-8B, v5p, tensor 4   40    2     128    8,192    0.12 ms  0.05 ms
-  Qwen3-1.7B, v5e           3     8     128    4,096    0.06 ms  0.02 ms
-  Qwen3-32B, v6e, tensor 8  16    1     128    4,096    0.02 ms  --
-  ========================  ====  ====  =====  =======  =======  =========
+  ========================  ====  ===  =======  ========  ========
+  configuration, chip       rows  M    context  bytes     schedule
+  ========================  ====  ===  =======  ========  ========
+  Qwen3-8B, v5p, tensor 4   40    2    8,192    0.121 ms  0.054 ms
+  Qwen3-1.7B, v5e           3     8    4,096    0.061 ms  0.019 ms
+  Qwen3-32B, v6e, tensor 8  16    1    4,096    0.020 ms  unknown
+  ========================  ====  ===  =======  ========  ========
 
-In float32 the products take six passes each; the schedule then is at 0.75 of
-the time of the bytes. With pages of 16 tokens instead of 64, starting the
-copies takes longer than the arithmetic: 13 instructions a page, and all of it
-is about the time of the bytes with two heads on a v5p.
+The schedule's share of the bytes' time is 0.7 in float32, whose products take
+six passes each, and with int8; 0.54 where eight samples share the 8B row's
+prefix; and 0.9 with pages of 16 tokens instead of 64, of which starting the
+copies is half.
 
 Compiled for v5e, v5p and v6e and tested in interpret mode; never run on a TPU.
 """
@@ -97,9 +97,14 @@ def paged_attention(
       lambda core, i, *_: (core * per_core + i, 0, 0, 0)[: len(last) + 2],
     )
 
+  if not interpret:
+    # A BlockSpec says where the kernel looks, not where XLA puts an array.
+    keys, values = (
+      pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (keys, values)
+    )
   in_place = pl.BlockSpec(memory_space=pltpu.HBM)
-  operands, specs = [by_head, keys, values], [entry(padded, head_dim)]
-  specs += [in_place] * 2
+  operands = [by_head, keys, values]
+  specs = [entry(padded, head_dim), in_place, in_place]
   if scales is not None:
     whole = pl.cdiv(width, block_pages) * slots
     operands += [_gathered(x, table, whole) for x in scales]

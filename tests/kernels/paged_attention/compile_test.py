@@ -1,6 +1,7 @@
 """The public function compiled for TPUs, beside JAX's kernel; none is run."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,25 @@ class CompileTest(parameterized.TestCase):
     copied = lanes // data * _WIDTH * page
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     self.assertLess(temporaries, 0.25 * copied)
+
+  def test_pages_stay_in_hbm(self):
+    # Such few pages, made by the program, XLA would keep in VMEM, where the
+    # kernel does not look.
+    partition = _partition("v5e:2x2", 2, 2)
+    arguments = _arguments(partition, (32, 8), "bfloat16")
+    for name in ("keys", "values"):
+      x = arguments[name]
+      arguments[name] = jax.ShapeDtypeStruct(
+        (*x.shape[:2], 50, *x.shape[3:]), x.dtype, sharding=x.sharding
+      )
+
+    def doubled(keys, values, **rest):
+      return _layers(partition, keys=2 * keys, values=2 * values, **rest)
+
+    text = jax.jit(doubled).lower(**arguments).compile().as_text()
+    pools = re.findall(r"bf16\[150,4,64,128\]\S*", text)
+    self.assertNotEmpty(pools)
+    self.assertEmpty([pool for pool in pools if "S(1)" in pool])
 
   def test_other_shapes_are_gathered(self):
     # Heads of 64, as of a small model.
