@@ -144,8 +144,13 @@ class CompileTest(parameterized.TestCase):
     )
     self.assertFalse("tpu_custom_call" in compiled.as_text())
 
-  @parameterized.product(
-    name=("v5e:2x2", "v6e:2x2"), heads=((32, 8), (16, 8)), dtype=("bfloat16",)
+  @parameterized.parameters(
+    ("v5e:2x2", (32, 8), "bfloat16"),
+    ("v5e:2x2", (16, 8), "float32"),
+    ("v5e:2x2", (16, 8), "int8"),
+    ("v6e:2x2", (32, 8), "int8"),
+    ("v6e:2x2", (32, 8), "float32"),
+    ("v6e:2x2", (16, 8), "bfloat16"),
   )
   def test_kernel_of_jax_compiles_too(self, name, heads, dtype):
     # It is not for this that ours is: see ``kernel``.
@@ -158,6 +163,7 @@ class CompileTest(parameterized.TestCase):
       num_kv_pages_per_block=8,
       num_queries_per_block=8,
       vmem_limit_bytes=32 * 2**20,
+      **(dict(k_scale=1.0, v_scale=1.0) if dtype == "int8" else {}),
     )
     lowered = jax.jit(
       jax.shard_map(
@@ -168,8 +174,8 @@ class CompileTest(parameterized.TestCase):
         check_vma=False,
       )
     ).lower(
-      like((_ROWS, num_heads, 128), dtype),
-      like((_PAGES, _PAGE, 2 * kv_heads, 128), dtype),
+      like((_ROWS, num_heads, 128), jnp.bfloat16 if dtype == "int8" else dtype),
+      like((_PAGES, _PAGE, 2 * kv_heads, 128), jnp.dtype(dtype)),
       like((_ROWS,), jnp.int32),
       like((_ROWS, _WIDTH), jnp.int32),
       like((_ROWS + 1,), jnp.int32),
