@@ -591,6 +591,7 @@ def main() -> None:
     min_p=0.0,
     stop_strings=(),
     dtype="float32",
+    cache_dtype="",
   )
   with contextlib.ExitStack() as stack:
     peers = [

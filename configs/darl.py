@@ -52,6 +52,7 @@ def get_config() -> config_dict.ConfigDict:
       min_p=0.0,
       stop_strings=(),
       dtype="float32",
+      cache_dtype="",
     )
   )
   config.rewards = config_dict.ConfigDict(

@@ -14,9 +14,7 @@ from darl_jax.models import presets
 def get_config() -> config_dict.ConfigDict:
   config = qwen3_8b_v5p.get_config()
   config.model.update(presets.qwen3_1p7b())
-  config.rollout.update(
-    dict(prompts_per_batch=8, max_response_tokens=8192, slots=24)
-  )
+  config.rollout.update(dict(prompts_per_batch=8, max_response_tokens=8192))
   config.replay.snapshot_bytes = 32 * 2**30
   config.learner.update(
     dict(

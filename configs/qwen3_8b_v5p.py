@@ -25,7 +25,6 @@ def get_config() -> config_dict.ConfigDict:
       samples_per_prompt=8,
       max_response_tokens=16_384,
       chunk_tokens=64,
-      slots=320,
       dtype="bfloat16",
     )
   )

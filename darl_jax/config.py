@@ -195,7 +195,10 @@ class RolloutConfig:
     stop_strings: A response ends with the first token after which its text has
       one of these, as with a stop token; () for none. What that token says
       behind the string stays.
-    dtype: Parameters and KV cache on the rollout mesh.
+    dtype: Parameters and activations on the rollout mesh.
+    cache_dtype: Of cached keys and values; "" for ``dtype``. "int8" keeps a
+      float32 scale for each token and head: a quarter of float32, and sampled
+      log-probs that differ by the rounding from the learner's.
   """
 
   prompts_per_batch: int
@@ -213,6 +216,7 @@ class RolloutConfig:
   min_p: float
   stop_strings: tuple[str, ...]
   dtype: Literal["float32", "bfloat16"]
+  cache_dtype: Literal["", "float32", "bfloat16", "int8"]
 
   @property
   def truncates(self) -> bool:

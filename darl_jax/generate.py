@@ -48,6 +48,7 @@ class Generator:
     system: str = "",
     tensor: int = 1,
     dtype: str = "float32",
+    cache_dtype: str = "",
     seed: int = 0,
   ):
     """Loads the model onto every device there is.
@@ -63,7 +64,9 @@ class Generator:
         has one of these.
       system: Message before each prompt; "" leaves it to the template.
       tensor: Devices that share a copy of the model.
-      dtype: Of parameters and cache: "float32" or "bfloat16".
+      dtype: Of parameters and activations: "float32" or "bfloat16".
+      cache_dtype: Of the cache; "" for ``dtype``, or "int8" for a quarter of
+        float32.
       seed: Of the draws.
 
     Raises:
@@ -108,6 +111,7 @@ class Generator:
         min_p=sampling.min_p,
         stop_strings=tuple(stop_strings),
         dtype=dtype,
+        cache_dtype=cache_dtype,
       ),
       mesh=mesh,
       max_prompt_tokens=max_prompt_tokens,

@@ -11,7 +11,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
 from darl_jax.config import ModelConfig
+from darl_jax.kernels.paged_attention import ops as paged
 from darl_jax.kernels.partition import Partition, per_shard
+from darl_jax.models.kv_cache import PagedSpan
 
 # What a checkpoint policy may keep: the attended values of a layer.
 OUTPUT = "attention_output"
@@ -298,3 +300,46 @@ def attend_ranges(
     )
   )
   return out.reshape(query.shape)
+
+
+def attend_pages(
+  query: jax.Array,
+  spans: Sequence[PagedSpan],
+  layer: jax.Array,
+  tail: tuple[jax.Array, jax.Array, jax.Array],
+  *,
+  partition: Partition | None,
+) -> jax.Array:
+  """``attend_ranges`` where most keys and values lie in pages.
+
+  Args:
+    query: [B, 1, N, H].
+    spans: Attended to one by one; none may be empty for all.
+    layer: int32 [], of the spans.
+    tail: Keys and values [B, M, C, H] and mask bool [B, 1, C] of what comes
+      behind the spans; of each row there is something.
+    partition: How rows and heads are cut; None for whole arrays.
+
+  Returns:
+    [B, 1, N, H] in the query's dtype.
+  """
+  keys, values, mask = tail
+  parts = [paged.attend(query[:, 0], keys, values, mask[:, 0])]
+  for span in spans:
+    quantized = span.key_scales is not None
+    out, lse = paged.paged_attention(
+      query[:, 0] if quantized else query[:, 0].astype(span.keys.dtype),
+      span.keys,
+      span.values,
+      span.table,
+      head_tokens=span.head_tokens,
+      head_pages=span.head_pages,
+      own_tokens=span.own_tokens,
+      layer=layer,
+      key_scales=span.key_scales,
+      value_scales=span.value_scales,
+      partition=partition,
+    )
+    parts.append((out, jnp.where(span.readers[:, None], lse, -jnp.inf)))
+  out, _ = paged.merge(parts)
+  return out.astype(query.dtype)[:, None]

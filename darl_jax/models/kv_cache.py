@@ -48,6 +48,36 @@ class Span:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PagedSpan:
+  """A part of the context that is read where it lies, in pages.
+
+  Attributes:
+    keys: [layers, R, pages, M, page tokens, H], rotated; all that there are.
+    values: As ``keys``.
+    key_scales: float32 [layers, R, pages, M, page tokens] of int8 keys; None
+      for others.
+    value_scales: As ``key_scales``.
+    table: int32 [Q, n], the pages of each entry, which serves B / Q consecutive
+      rows.
+    head_tokens: int32 [Q], tokens in the first pages of the table;
+    head_pages: int32 [Q], so many, of which the last may not be full.
+    own_tokens: int32 [Q], tokens in the pages behind those.
+    readers: bool [B], the rows that read their entry.
+  """
+
+  keys: jax.Array
+  values: jax.Array
+  key_scales: jax.Array | None
+  value_scales: jax.Array | None
+  table: jax.Array
+  head_tokens: jax.Array
+  head_pages: jax.Array
+  own_tokens: jax.Array
+  readers: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Tail:
   """The tokens that one dispatch appends, which later ones of it read.
 

@@ -23,7 +23,7 @@ from jax.tree_util import KeyPath
 from darl_jax.config import ModelConfig
 from darl_jax.kernels.partition import Partition
 from darl_jax.models import attention, experts, lora, parameters
-from darl_jax.models.kv_cache import Layers, Span, Tail
+from darl_jax.models.kv_cache import Layers, PagedSpan, Span, Tail
 from darl_jax.models.parameters import Parameter
 from darl_jax.types import Params
 
@@ -589,7 +589,7 @@ class Policy:
     params: Params,
     tokens: jax.Array,
     positions: jax.Array,
-    spans: Sequence[Span],
+    spans: Sequence[Span] | Sequence[PagedSpan],
     tail: Tail,
     *,
     partition: Partition | None = None,
@@ -599,9 +599,10 @@ class Policy:
     Args:
       params: Stacked or not, as are spans and tail; activations take the
         tail's dtype.
-      tokens: int32 [B, T], for which the tail must have room.
+      tokens: int32 [B, T], for which the tail must have room; one of each row
+        where spans are paged.
       positions: int32 [B, T].
-      spans: What comes before the tail, in any order.
+      spans: What comes before the tail, in any order; all paged or none.
       tail: What earlier calls appended.
       partition: How rows are cut; None for whole arrays.
 
@@ -616,10 +617,15 @@ class Policy:
         layer, key, value
       )
       mask = jnp.broadcast_to(among[None], (len(tokens), *among.shape))
-      ranges = [_part(span, layer, num_tokens) for span in spans]
-      keys = jnp.swapaxes(written.keys[layer], 2, 3)
-      ranges.append((keys, written.values[layer], mask))
-      out = attention.attend_ranges(query, ranges)
+      keys, values = written.keys[layer], written.values[layer]
+      if any(isinstance(span, PagedSpan) for span in spans):
+        out = attention.attend_pages(
+          query, spans, layer, (keys, values, mask), partition=partition
+        )
+      else:
+        ranges = [_part(span, layer, num_tokens) for span in spans]
+        ranges.append((jnp.swapaxes(keys, 2, 3), values, mask))
+        out = attention.attend_ranges(query, ranges)
       return out, (written.keys, written.values), None
 
     hidden, (keys, values), _ = self._forward(

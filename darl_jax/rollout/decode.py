@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from darl_jax.config import ModelConfig
+from darl_jax.kernels.paged_attention import ops as paged
+from darl_jax.kernels.paged_attention.ref import Bounds
 from darl_jax.models import kv_cache
-from darl_jax.models.kv_cache import Layers, Span
+from darl_jax.models.kv_cache import Layers, PagedSpan, Span
 from darl_jax.models.transformer import Policy
 from darl_jax.rollout import sampling
 from darl_jax.rollout.sampling import Sampled, Sampling
 from darl_jax.sharding import rules
 from darl_jax.types import Params
+
+_INT8_MAX = 127.0
 
 
 @jax.tree_util.register_dataclass
@@ -26,11 +31,16 @@ class Pages:
   Attributes:
     keys: Layers of [R, pages, M, page tokens, H], rotated; R data slices of the
       mesh hold pages of their own.
-    values: Layers of [R, pages, M, page tokens, H].
+    values: As ``keys``.
+    key_scales: Layers of float32 [R, pages, M, page tokens]: an int8 key times
+      its scale is the key. None for other dtypes.
+    value_scales: As ``key_scales``.
   """
 
   keys: Layers
   values: Layers
+  key_scales: Layers | None
+  value_scales: Layers | None
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +82,9 @@ class Chunk:
     keys: uint32 [B, key words], data of the request's PRNG key.
     lanes: int32 [Q, m], pages of the prefix of B / Q rows; m = 0 for none.
     lane_tokens: int32 [Q], tokens in them.
-    table: int32 [B, n], the row's own pages; without lanes the prefix's, too.
+    in_lane: bool [B], whether the row's prefix is its lane's.
+    table: int32 [B, n], the row's own pages, behind its prefix's if that is not
+      its lane's.
     head_tokens: int32 [B], tokens in the first ``head_pages`` of the table:
       the prefix, whose last page may not be full.
     head_pages: int32 [B].
@@ -86,6 +98,7 @@ class Chunk:
   keys: np.ndarray
   lanes: np.ndarray
   lane_tokens: np.ndarray
+  in_lane: np.ndarray
   table: np.ndarray
   head_tokens: np.ndarray
   head_pages: np.ndarray
@@ -103,6 +116,7 @@ class Decoder:
     sampling: Sampling,
     page_tokens: int,
     dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
     unstacked: bool,
     mesh: Mesh,
   ):
@@ -112,7 +126,8 @@ class Decoder:
       policy: The model.
       sampling: How a token is drawn.
       page_tokens: Slots of a page: tokens that a decode dispatch samples.
-      dtype: Of activations and cache.
+      dtype: Of activations.
+      cache_dtype: Of pages; int8 keeps a scale for each token and head.
       unstacked: Whether parameters and pages are kept layer by layer.
       mesh: The rollout mesh.
     """
@@ -120,11 +135,15 @@ class Decoder:
     self._sampling = sampling
     self._page_tokens = page_tokens
     self._dtype = dtype
+    self._cache_dtype = jnp.dtype(cache_dtype)
     self.unstacked = unstacked
     self._replicas = mesh.shape["data"]
     self._partition = rules.partition(mesh, rules.ROLLOUT_RULES)
     rows = rules.rows_sharding(mesh, rules.ROLLOUT_RULES)
-    self._pages = _page_shardings(policy.config, mesh, unstacked)
+    self._quantized = self._cache_dtype == jnp.int8
+    self._pages = _page_shardings(
+      policy.config, mesh, unstacked=unstacked, quantized=self._quantized
+    )
     self.prefill = jax.jit(
       self._prefill, donate_argnames="pages", out_shardings=self._pages
     )
@@ -165,14 +184,22 @@ class Decoder:
         self._page_tokens,
         config.head_dim,
       )
-      layers, zeros = config.num_layers, lambda *s: jnp.zeros(s, self._dtype)
 
-      def each() -> Layers:
+      def zeros(*shape: int, dtype: jnp.dtype) -> Layers:
         if self.unstacked:
-          return tuple(zeros(*shape) for _ in range(layers))
-        return zeros(layers, *shape)
+          layers = range(config.num_layers)
+          return tuple(jnp.zeros(shape, dtype) for _ in layers)
+        return jnp.zeros((config.num_layers, *shape), dtype)
 
-      return Pages(each(), each())
+      def scales() -> Layers | None:
+        if not self._quantized:
+          return None
+        return zeros(*shape[:-1], dtype=jnp.float32)
+
+      def entries() -> Layers:
+        return zeros(*shape, dtype=self._cache_dtype)
+
+      return Pages(entries(), entries(), scales(), scales())
 
     return make
 
@@ -202,18 +229,7 @@ class Decoder:
 
     Where sampling truncates, with their support [B, page tokens, ceil(V / 8)].
     """
-    spans = []
-    if chunk.lanes.shape[1]:
-      slots = jnp.arange(chunk.lanes.shape[1] * self._page_tokens)
-      mask = slots[None] < chunk.lane_tokens[:, None]
-      spans.append(self._span(pages, chunk.lanes, mask))
-    if chunk.table.shape[1]:
-      slots = jnp.arange(chunk.table.shape[1] * self._page_tokens)[None]
-      own = slots - chunk.head_pages[:, None] * self._page_tokens
-      mask = (slots < chunk.head_tokens[:, None]) | (
-        (own >= 0) & (own < chunk.own_tokens[:, None])
-      )
-      spans.append(self._span(pages, chunk.table, mask))
+    spans = self._spans(pages, chunk)
     tail = kv_cache.empty_tail(
       self._policy.config,
       rows=len(chunk.pending),
@@ -250,20 +266,72 @@ class Decoder:
     pages = self._written(pages, tail.keys, tail.values, chunk.write[:, None])
     return pages, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), sampled)
 
+  def _spans(self, pages: Pages, chunk: Chunk) -> list[Span] | list[PagedSpan]:
+    """What a chunk's rows have cached: read in place where a kernel can."""
+    rows = len(chunk.table)
+    none = jnp.zeros_like(chunk.lane_tokens)
+    everyone = jnp.ones(rows, bool)
+    tables = [
+      (chunk.lanes, Bounds(chunk.lane_tokens, none, none), chunk.in_lane),
+      (
+        chunk.table,
+        Bounds(chunk.head_tokens, chunk.head_pages, chunk.own_tokens),
+        everyone,
+      ),
+    ]
+    tables = [each for each in tables if each[0].shape[1]]
+    if all(self._reads_pages(pages, rows, table) for table, _, _ in tables):
+      return [
+        PagedSpan(
+          pages.keys,
+          pages.values,
+          pages.key_scales,
+          pages.value_scales,
+          table,
+          *bounds,
+          readers,
+        )
+        for table, bounds, readers in tables
+      ]
+
+    def mask(table, bounds, readers):
+      slots = bounds.mask(table.shape[1] * self._page_tokens, self._page_tokens)
+      return jnp.repeat(slots, rows // len(slots), axis=0) & readers[:, None]
+
+    return [self._span(pages, each[0], mask(*each)) for each in tables]
+
+  def _reads_pages(self, pages: Pages, rows: int, table: jax.Array) -> bool:
+    """Whether attention reads the pages where they are."""
+    if self.unstacked:
+      return False
+    config = self._policy.config
+    shape = (rows, config.num_heads, config.head_dim)
+    return paged.supported(
+      jax.ShapeDtypeStruct(shape, self._dtype),
+      pages.keys,
+      table,
+      partition=self._partition,
+    )
+
   def _span(self, pages: Pages, table: jax.Array, mask: jax.Array) -> Span:
     """The pages of a table [Q, n], one behind the other."""
     table = table.reshape(self._replicas, -1, table.shape[1])
 
     def gather(layer: jax.Array) -> jax.Array:
-      """From [R, pages, M, page tokens, H] to [Q, M, n * page tokens, H]."""
+      """[R, pages, M, page tokens, ...] to [Q, M, n * page tokens, ...]."""
       found = jax.vmap(lambda mine, where: mine[where])(layer, table)
       heads_first = jnp.moveaxis(found, 3, 2)
       shape = heads_first.shape
-      return heads_first.reshape(-1, shape[2], shape[3] * shape[4], shape[5])
+      return heads_first.reshape(-1, shape[2], shape[3] * shape[4], *shape[5:])
 
-    keys, values = (
-      self._by_layer(gather, layers) for layers in (pages.keys, pages.values)
-    )
+    def restored(layer: jax.Array, scales: jax.Array | None) -> jax.Array:
+      found = gather(layer).astype(self._dtype)
+      if scales is None:
+        return found
+      return found * gather(scales).astype(self._dtype)[..., None]
+
+    keys = self._by_layer(restored, pages.keys, pages.key_scales)
+    values = self._by_layer(restored, pages.values, pages.value_scales)
     return Span.of(keys, values, mask)
 
   def _written(
@@ -273,36 +341,67 @@ class Decoder:
     places = where.reshape(self._replicas, -1)
 
     def scatter(layer: jax.Array, new: jax.Array) -> jax.Array:
-      heads, width = new.shape[1], new.shape[3]
-      apart = new.reshape(-1, heads, where.shape[1], self._page_tokens, width)
+      heads, rest = new.shape[1], new.shape[3:]
+      apart = new.reshape(-1, heads, where.shape[1], self._page_tokens, *rest)
       by_page = jnp.moveaxis(apart, 2, 1).reshape(
-        *places.shape, heads, self._page_tokens, width
+        *places.shape, heads, self._page_tokens, *rest
       )
       return jax.vmap(lambda mine, at, x: mine.at[at].set(x))(
         layer, places, by_page.astype(layer.dtype)
       )
 
-    return Pages(
-      self._by_layer(scatter, pages.keys, keys),
-      self._by_layer(scatter, pages.values, values),
+    def put(
+      stored: Layers, scales: Layers | None, new: Layers
+    ) -> tuple[Layers, Layers | None]:
+      if scales is None:
+        return self._by_layer(scatter, stored, new), None
+      new_scales = self._by_layer(_scales, new)
+      whole = self._by_layer(_quantized, new, new_scales)
+      return (
+        self._by_layer(scatter, stored, whole),
+        self._by_layer(scatter, scales, new_scales),
+      )
+
+    stored_keys, key_scales = put(pages.keys, pages.key_scales, keys)
+    stored_values, value_scales = put(pages.values, pages.value_scales, values)
+    return Pages(stored_keys, stored_values, key_scales, value_scales)
+
+  def _by_layer(self, function: Callable, *layers: Layers | None) -> Layers:
+    """``function`` of each layer's arrays, and of None where there are none."""
+    if not self.unstacked:
+      return jax.vmap(function)(*layers)
+    count = range(self._policy.config.num_layers)
+    return tuple(
+      function(*(each and each[layer] for each in layers)) for layer in count
     )
 
-  def _by_layer(self, function: Callable, *layers: Layers) -> Layers:
-    if self.unstacked:
-      return tuple(map(function, *layers))
-    return jax.vmap(function)(*layers)
+
+def _scales(x: jax.Array) -> jax.Array:
+  """Of int8 entries for x [..., H]: float32 [...]."""
+  return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / _INT8_MAX
 
 
-def _page_shardings(config: ModelConfig, mesh: Mesh, unstacked: bool) -> Pages:
+def _quantized(x: jax.Array, scales: jax.Array) -> jax.Array:
+  """x [..., H] in whole multiples of its scales; of zeros, zeros."""
+  safe = jnp.where(scales > 0, scales, 1.0)[..., None]
+  return jnp.round(x.astype(jnp.float32) / safe)
+
+
+def _page_shardings(
+  config: ModelConfig, mesh: Mesh, *, unstacked: bool, quantized: bool
+) -> Pages:
   """Left to the compiler, programs may return pages that are cut differently,
   and would compile once for each cut."""
   table = rules.ROLLOUT_RULES
   axes = (table["rows"], None, table["kv_heads"], None, None)
-  if unstacked:
-    layers = (NamedSharding(mesh, PartitionSpec(*axes)),) * config.num_layers
-  else:
-    layers = NamedSharding(mesh, PartitionSpec(None, *axes))
-  return Pages(layers, layers)
+
+  def layers(*axes: Any) -> Any:
+    if unstacked:
+      return (NamedSharding(mesh, PartitionSpec(*axes)),) * config.num_layers
+    return NamedSharding(mesh, PartitionSpec(None, *axes))
+
+  scales = layers(*axes[:-1]) if quantized else None
+  return Pages(layers(*axes), layers(*axes), scales, scales)
 
 
 def request_keys(root: jax.Array, request_ids: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ for each width of its page tables.
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ _MIN_STEP_TOKENS = 32
 # Samples of a prompt attend to it together from so many tokens on. Below, it
 # costs more to arrange the queries than to read its keys for each of them.
 _SHARED_TOKENS = 128
+# How many prompts' lengths are remembered, the latest.
+_REMEMBERED_PROMPTS = 2**16
 # Tokens found in the cache are used from so many on: what follows them takes a
 # row of prefill for itself, where short prompts share one.
 _LEAST_MATCH = 128
@@ -97,6 +99,14 @@ class EngineStats:
   def slot_occupancy(self) -> float:
     """Share of the slots' tokens that were delivered."""
     return self.tokens / self.slot_tokens if self.slot_tokens else 0.0
+
+
+class _InFlight(NamedTuple):
+  """A chunk that was dispatched: its samples by row, tokens, and version."""
+
+  rows: dict[int, Sample]
+  sampled: Sampled
+  version: int
 
 
 class Engine:
@@ -161,6 +171,7 @@ class Engine:
       ),
       page_tokens=self._page,
       dtype=jnp.dtype(config.dtype),
+      cache_dtype=jnp.dtype(config.cache_dtype or config.dtype),
       unstacked=unstacked_on(mesh),
       mesh=mesh,
     )
@@ -191,6 +202,10 @@ class Engine:
     self._pages: Pages | None = None
     self._snapshot: PolicySnapshot | None = None
     self._epoch = 0
+    # Mean length of the last responses to a prompt, by its tokens.
+    self._lengths: dict[bytes, float] = {}
+    self._in_flight: _InFlight | None = None
+    self._busy_since: float | None = None
     # A piece of a row begins at a page's first slot.
     least = min(_min_row_tokens(mesh), config.prefill_tokens)
     self._row_tokens = self._page * self._pages_of(
@@ -251,7 +266,9 @@ class Engine:
         f"rollout.max_response_tokens = {limit}"
       )
     wanted, begun = self.config.samples_per_prompt, self.config.samples_begun
-    group = Group(group_id, prompt, wanted, max_tokens or limit)
+    limit = max_tokens or limit
+    seen = self._lengths.get(prompt.tokens.tobytes(), limit)
+    group = Group(group_id, prompt, wanted, limit, expected=min(seen, limit))
     ids = np.stack([np.full(begun, group_id), np.arange(begun)], axis=1)
     keys = np.asarray(self._request_keys(ids.astype(np.int32)))
     group.samples = [Sample(group, i, key) for i, key in enumerate(keys)]
@@ -260,11 +277,14 @@ class Engine:
     self._groups[group_id] = group, schedule
 
   def step(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
-    """A round: weights, admission, prefill, one chunk of tokens.
+    """Takes up the chunk that was begun last, and begins the next one.
+
+    What the caller does between two calls overlaps with that chunk.
 
     Args:
-      snapshot: The newest, placed as ``Placement`` does. Its tokens bear its
-        version; with ``update = "drain"`` it waits for running samples.
+      snapshot: The newest, placed as ``Placement`` does. The next chunk's
+        tokens bear its version; with ``update = "drain"`` it waits for
+        running samples.
 
     Returns:
       Groups that are complete now.
@@ -273,17 +293,22 @@ class Engine:
       BaseException: What interrupts it, or what the devices report: then all
         groups are given up.
     """
-    start = time.monotonic()
+    start = self._busy_since or time.monotonic()
     try:
-      done = self._round(snapshot)
+      complete = self._finish_chunk()
+      self._begin_chunk(snapshot)
     except BaseException:
       self.give_up()
       # They may be donated already, or half written.
       self._pages = self._snapshot = None
       raise
+    # While the devices work on the next chunk.
+    done = [self._deliver(group) for group in complete]
+    end = time.monotonic()
+    self._busy_since = end if self._in_flight else None
     self.stats = dataclasses.replace(
       self.stats,
-      seconds=self.stats.seconds + time.monotonic() - start,
+      seconds=self.stats.seconds + end - start,
       prefix_hits=sum(schedule.hits for schedule in self._schedules),
       preemptions=sum(schedule.preemptions for schedule in self._schedules),
     )
@@ -329,6 +354,7 @@ class Engine:
 
   def give_up(self) -> None:
     """Forgets all groups that are pending."""
+    self._in_flight = self._busy_since = None
     for group, _ in tuple(self._groups.values()):
       self._forget(group)
       self._count_aborted(group.samples)
@@ -345,7 +371,8 @@ class Engine:
 
   # ------------------------------------------------------------------- a round
 
-  def _round(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
+  def _begin_chunk(self, snapshot: PolicySnapshot) -> None:
+    """Weights, admission, prefill, and the dispatch of one chunk of tokens."""
     if self._pages is None:
       self._pages = self._decoder.empty_pages(self._num_pages)
     draining = not self._take_up(snapshot)
@@ -354,12 +381,12 @@ class Engine:
     )
     reserved = [schedule.reserve() for schedule in self._schedules]
     if not any(reserved):
-      return []
+      return
     rows, chunk = self._chunk(reserved)
     self._pages, sampled = self._decoder.decode(
       self._snapshot.params, self._pages, self._on_mesh(chunk)
     )
-    return self._collect(rows, jax.tree.map(np.asarray, sampled))
+    self._in_flight = _InFlight(rows, sampled, self._snapshot.version)
 
   def _take_up(self, snapshot: PolicySnapshot) -> bool:
     """Whether the newest weights are held: not while samples must end first."""
@@ -464,22 +491,23 @@ class Engine:
     self, reserved: Sequence[Sequence[Sample]]
   ) -> tuple[dict[int, Sample], Chunk]:
     """By row its sample, and the arrays of a dispatch."""
-    lanes = self._lanes(reserved)
-    if lanes is None:
-      rows = {
-        replica * self._slots + index: sample
-        for replica, samples in enumerate(reserved)
-        for index, sample in enumerate(samples)
-      }
-    else:
-      rows = lanes
-    shared = lanes is not None
+    lanes, rows = self._seated(reserved)
+    lane_rows = self._replicas * self._slots // max(len(lanes), 1)
+
+    def in_lane(row: int, sample: Sample) -> bool:
+      return bool(lanes) and lanes[row // lane_rows] is sample.prefix
+
     most = max(
-      len(sample.pages) - 1 + (0 if shared else len(sample.prefix.pages))
-      for sample in rows.values()
+      len(sample.pages)
+      - 1
+      + (0 if in_lane(row, sample) else len(sample.prefix.pages))
+      for row, sample in rows.items()
     )
-    chunk = self._empty_chunk(self._width(max(most, 1)), shared=shared)
-    lane_rows = len(chunk.write) // len(chunk.lanes)
+    chunk = self._empty_chunk(self._width(max(most, 1)))
+    for lane, prefix in enumerate(lanes):
+      if prefix is not None:
+        chunk.lanes[lane, : len(prefix.pages)] = prefix.pages
+        chunk.lane_tokens[lane] = len(prefix.tokens)
     for row, sample in rows.items():
       prefix, (*table, page) = sample.prefix, sample.pages
       own = len(table)
@@ -489,10 +517,8 @@ class Engine:
       chunk.keys[row] = sample.key
       chunk.write[row] = page
       chunk.own_tokens[row] = own * self._page
-      if shared:
-        lane = row // lane_rows
-        chunk.lanes[lane, : len(prefix.pages)] = prefix.pages
-        chunk.lane_tokens[lane] = len(prefix.tokens)
+      if in_lane(row, sample):
+        chunk.in_lane[row] = True
       else:
         table = prefix.pages + table
         chunk.head_tokens[row] = len(prefix.tokens)
@@ -500,10 +526,10 @@ class Engine:
       chunk.table[row, : len(table)] = table
     return rows, chunk
 
-  def _empty_chunk(self, table_pages: int, *, shared: bool) -> Chunk:
+  def _empty_chunk(self, table_pages: int) -> Chunk:
     """Of rows without samples."""
     count = self._replicas * self._slots
-    lanes = count // self.config.samples_begun if shared else count
+    lanes = count // self.config.samples_begun if self._may_share else count
 
     def zeros(*shape: int, dtype=np.int32) -> np.ndarray:
       return np.zeros(shape, dtype)
@@ -513,8 +539,9 @@ class Engine:
       positions=zeros(count),
       counts=zeros(count),
       keys=zeros(count, _KEY_WORDS, dtype=np.uint32),
-      lanes=zeros(lanes, self._prompt_pages if shared else 0),
+      lanes=zeros(lanes, self._prompt_pages if self._may_share else 0),
       lane_tokens=zeros(lanes),
+      in_lane=zeros(count, dtype=bool),
       table=zeros(count, table_pages),
       head_tokens=zeros(count),
       head_pages=zeros(count),
@@ -522,37 +549,59 @@ class Engine:
       write=zeros(count),
     )
 
-  def _lanes(
+  def _seated(
     self, reserved: Sequence[Sequence[Sample]]
-  ) -> dict[int, Sample] | None:
-    """Rows with the samples of a prefix beside each other, if they all fit."""
-    lane_rows = self.config.samples_begun
-    if not self._may_share:
-      return None
-    rows: dict[int, Sample] = {}
-    for replica, samples in enumerate(reserved):
-      by_prefix: dict[int, list[Sample]] = {}
-      for sample in samples:
-        if len(sample.prefix.pages) > self._prompt_pages:
-          return None
-        by_prefix.setdefault(id(sample.prefix), []).append(sample)
-      row = replica * self._slots
-      end = row + self._slots
-      for together in by_prefix.values():
-        for start in range(0, len(together), lane_rows):
-          if row >= end:
-            return None
-          rows.update(enumerate(together[start : start + lane_rows], row))
-          row += lane_rows
-    return rows
+  ) -> tuple[list[Prefix | None], dict[int, Sample]]:
+    """The prefix of each lane, if there are lanes, and by row its sample.
 
-  def _collect(
-    self, rows: dict[int, Sample], sampled: Sampled
-  ) -> list[TrajectoryGroup]:
+    A prefix has lanes as long as there are any, those of the most samples
+    first. The samples of others take the rows that are left, and read their
+    prefixes each for itself.
+    """
+    lanes: list[Prefix | None] = []
+    rows: dict[int, Sample] = {}
+    size = self.config.samples_begun
+    count = self._slots // size if self._may_share else 0
+    for replica, samples in enumerate(reserved):
+      first = replica * self._slots
+      free = list(range(first, first + self._slots))
+      together, rest = self._together(samples)
+      here: list[Prefix | None] = [None] * count
+      for lane, each in enumerate(together[:count]):
+        here[lane] = each[0].prefix
+        start = first + lane * size
+        rows.update(enumerate(each, start))
+        free = [row for row in free if not start <= row < start + len(each)]
+      lanes += here
+      rest += [sample for each in together[count:] for sample in each]
+      rows.update(zip(free, rest, strict=False))
+    return lanes, rows
+
+  def _together(
+    self, samples: Sequence[Sample]
+  ) -> tuple[list[list[Sample]], list[Sample]]:
+    """Samples by prefix, as many as a lane has rows and the most first; and
+    those whose prefixes are longer than a lane's table."""
+    by_prefix: dict[int, list[Sample]] = {}
+    rest = []
+    for sample in samples:
+      if len(sample.prefix.pages) > self._prompt_pages:
+        rest.append(sample)
+      else:
+        by_prefix.setdefault(id(sample.prefix), []).append(sample)
+    size, parts = self.config.samples_begun, []
+    for each in by_prefix.values():
+      parts += [each[at : at + size] for at in range(0, len(each), size)]
+    return sorted(parts, key=len, reverse=True), rest
+
+  def _finish_chunk(self) -> list[Group]:
     """Takes the tokens of a chunk up; returns groups that are complete."""
-    version = self._snapshot.version
+    if self._in_flight is None:
+      return []
+    chunk, self._in_flight = self._in_flight, None
+    sampled, version = jax.tree.map(np.asarray, chunk.sampled), chunk.version
     complete = []
-    for row, sample in rows.items():
+    for row, sample in chunk.rows.items():
       room = sample.group.limit - len(sample.tokens)
       tokens = sampled.tokens[row, :room].tolist()
       stop = next(
@@ -584,19 +633,27 @@ class Engine:
         complete.append(group)
     slots = self._replicas * self._slots * self._page
     self.stats = self.stats.plus(slot_tokens=slots, chunks=1)
-    return [self._deliver(group) for group in complete]
+    for group in complete:
+      self._forget(group)
+    return complete
 
   def _deliver(self, group: Group) -> TrajectoryGroup:
-    self._forget(group)
     chosen = sorted(group.ended[: group.wanted], key=lambda s: s.index)
     given_up = [s for s in group.samples if s not in chosen]
     self._count_aborted(given_up)
-    self.stats = self.stats.plus(
-      tokens=sum(len(sample.tokens) for sample in chosen)
-    )
+    tokens = sum(len(sample.tokens) for sample in chosen)
+    self.stats = self.stats.plus(tokens=tokens)
+    self._remember(group.prompt, tokens / len(chosen))
     return TrajectoryGroup(
       group.group_id, group.prompt, tuple(map(_trajectory, chosen))
     )
+
+  def _remember(self, prompt: Prompt, length: float) -> None:
+    key = prompt.tokens.tobytes()
+    self._lengths.pop(key, None)
+    self._lengths[key] = length
+    while len(self._lengths) > _REMEMBERED_PROMPTS:
+      del self._lengths[next(iter(self._lengths))]
 
   # ------------------------------------------------------------------- programs
 
@@ -623,7 +680,7 @@ class Engine:
     """
     pages = self._decoder.abstract_pages(self._num_pages)
     rows = self._empty_rows(0)
-    chunk = self._empty_chunk(self._widths[-1], shared=self._may_share)
+    chunk = self._empty_chunk(self._widths[-1])
 
     def abstract(inputs: Any) -> Any:
       return jax.tree.map(

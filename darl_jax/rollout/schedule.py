@@ -46,6 +46,7 @@ class Group:
     prompt: What is asked.
     wanted: Samples to deliver; when so many have ended the others are given up.
     limit: Most tokens of a response.
+    expected: Tokens that a response may well have.
     samples: All of them.
     ended: Those that have ended, in that order.
     prefix: The prompt's, once a sample has run.
@@ -55,6 +56,7 @@ class Group:
   prompt: Prompt
   wanted: int
   limit: int
+  expected: float
   samples: list["Sample"] = dataclasses.field(default_factory=list)
   ended: list["Sample"] = dataclasses.field(default_factory=list)
   prefix: Prefix | None = None
@@ -155,15 +157,15 @@ class Schedule:
     return waiting or bool(self._running)
 
   def submit(self, group: Group) -> None:
-    """Queues the samples of a group, behind all that may be as long.
+    """Queues the samples of a group, behind all that should be as long.
 
     The longest first: those that begin last then end soon after the others, and
-    few slots are idle for long. Where all have one limit, as in training, this
+    few slots are idle for long. Where nothing is known of their lengths, this
     is their order.
     """
     self._waiting.extend(group.samples)
     self._waiting = collections.deque(
-      sorted(self._waiting, key=lambda s: (not s.begun, -s.group.limit))
+      sorted(self._waiting, key=lambda s: (not s.begun, -s.group.expected))
     )
 
   def admit(self, epoch: int, *, only_begun: bool = False) -> list[Prefix]:

@@ -39,6 +39,7 @@ class _Engine:
       min_p=0.0,
       stop_strings=(),
       dtype="float32",
+      cache_dtype="",
     )
     self.stats = EngineStats()
     self.rounds = 0

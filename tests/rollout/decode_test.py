@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from darl_jax.config import ModelConfig
 from darl_jax.models import presets
 from darl_jax.models.transformer import Policy
+from darl_jax.rollout import decode as decode_lib
 from darl_jax.rollout.decode import Chunk, Decoder, Pages, Rows, request_keys
 from darl_jax.rollout.sampling import Sampling
 from darl_jax.sharding import meshes
@@ -34,13 +36,21 @@ def _policy():
 
 
 @functools.cache
-def _decoder(*, temperature=1.0, page=_PAGE, unstacked=True, dtype="float32"):
+def _decoder(
+  *,
+  temperature=1.0,
+  page=_PAGE,
+  unstacked=True,
+  dtype="float32",
+  cache_dtype="",
+):
   mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), meshes.ROLLOUT_AXES)
   return Decoder(
     _policy()[0],
     sampling=Sampling(temperature=temperature),
     page_tokens=page,
     dtype=jnp.dtype(dtype),
+    cache_dtype=jnp.dtype(cache_dtype or dtype),
     unstacked=unstacked,
     mesh=mesh,
   )
@@ -109,6 +119,7 @@ def _chunk(rows, *, table_pages=4, lanes=0, page=_PAGE, keys=None):
     keys=_keys(count) if keys is None else keys,
     lanes=zeros((lanes or count, 2 if lanes else 0)),
     lane_tokens=zeros(lanes or count),
+    in_lane=np.full(count, lanes > 0),
     table=zeros((count, table_pages)),
     head_tokens=zeros(count),
     head_pages=zeros(count),
@@ -219,6 +230,56 @@ class DecoderTest(parameterized.TestCase):
     _check_recorded([_PROMPTS[i // 2] for i in range(4)], got)
     # However it is laid out.
     np.testing.assert_array_equal(got.tokens, _by_table().tokens)
+
+  @parameterized.product(
+    cache_dtype=("", "int8"), lanes=(0, 2), in_place=(True, False)
+  )
+  def test_pages_may_be_read_in_place(self, cache_dtype, lanes, in_place):
+    """By the kernel's definition, which other devices than TPUs run."""
+    # Its own: the cached decoders have traced the other way.
+    decoder = _decoder.__wrapped__(unstacked=False, cache_dtype=cache_dtype)
+    params = _params(unstacked=False)
+    pages = _read_prompts(decoder, params)
+    chunk = _chunk(
+      [_prompt_row(i // 2, write=6 + i) for i in range(4)], lanes=lanes
+    )
+    if lanes:
+      # The last row is of the first prompt, whose lane is another.
+      stray = _prompt_row(0, write=9)
+      chunk.in_lane[3], chunk.head_pages[3] = False, len(stray.head)
+      chunk.head_tokens[3], chunk.pending[3] = stray.head_tokens, stray.pending
+      chunk.table[3, : len(stray.head)] = stray.head
+    with mock.patch.object(
+      decode_lib.paged, "supported", return_value=in_place
+    ) as asked:
+      new, got = decoder.decode(params, pages, chunk)
+    self.assertTrue(asked.called)
+    prompts = [_PROMPTS[i // 2] for i in range(4)]
+    if lanes:
+      prompts[3] = _PROMPTS[0]
+    _check_recorded(prompts, got, atol=0.05 if cache_dtype else 1e-5)
+    if cache_dtype:
+      self.assertEqual(new.keys.dtype, jnp.int8)
+    else:
+      np.testing.assert_array_equal(got.tokens[:3], _by_table().tokens[:3, :4])
+
+  def test_int8_rounds_to_the_nearest_of_a_token_and_head(self):
+    decoder = _decoder(unstacked=False, cache_dtype="int8")
+    exact = _decoder(unstacked=False)
+    params = _params(unstacked=False)
+    rounded, want = (_read_prompts(each, params) for each in (decoder, exact))
+    for name in ("key", "value"):
+      stored, scales = (
+        np.asarray(getattr(rounded, f"{name}{part}"), np.float32)
+        for part in ("s", "_scales")
+      )
+      whole = np.asarray(getattr(want, f"{name}s"))
+      read = np.s_[:, :, 2:6]
+      error = np.abs(stored * scales[..., None] - whole)[read]
+      bound = 0.501 * scales[read][..., None] + 1e-9
+      self.assertTrue(np.all(error < bound))
+      # All of the range is used.
+      self.assertEqual(set(np.abs(stored[read]).max(-1).reshape(-1)), {127.0})
 
   def test_the_cut_into_chunks_does_not_matter(self):
     decoder = _decoder(page=2 * _PAGE)
@@ -358,14 +419,19 @@ def _by_table():
 
 
 class PagesTest(parameterized.TestCase):
-  @parameterized.product(unstacked=(True, False), dtype=("float32", "bfloat16"))
-  def test_are_as_announced(self, unstacked, dtype):
+  @parameterized.product(
+    unstacked=(True, False),
+    dtype=("float32", "bfloat16"),
+    cache_dtype=("", "int8"),
+  )
+  def test_are_as_announced(self, unstacked, dtype, cache_dtype):
     devices = np.array(jax.devices()[:8]).reshape(4, 2)
     decoder = Decoder(
       _policy()[0],
       sampling=Sampling(temperature=1.0),
       page_tokens=_PAGE,
       dtype=jnp.dtype(dtype),
+      cache_dtype=jnp.dtype(cache_dtype or dtype),
       unstacked=unstacked,
       mesh=Mesh(devices, meshes.ROLLOUT_AXES),
     )
@@ -373,18 +439,29 @@ class PagesTest(parameterized.TestCase):
     self.assertIsInstance(pages, Pages)
     layer = (4, 5, 2, _PAGE, 8)
     shapes = [layer] * 4 if unstacked else [(2, *layer)] * 2
+    if cache_dtype:
+      shapes += [shape[:-1] for shape in shapes]
     self.assertEqual([x.shape for x in jax.tree.leaves(pages)], shapes)
     for leaf, want in zip(
       *map(jax.tree.leaves, (pages, abstract)), strict=True
     ):
       self.assertEqual(leaf.shape, want.shape)
       self.assertEqual(leaf.dtype, want.dtype)
-      self.assertEqual(leaf.dtype, jnp.dtype(dtype))
       self.assertTrue(leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim))
-      # Each device holds its slice's pages, of its half of the heads.
-      shard = leaf.addressable_shards[0].data
-      self.assertEqual(shard.shape[-5:], (1, 5, 1, _PAGE, 8))
       self.assertFalse(np.any(np.asarray(leaf)))
+    for stored, scales in (
+      (pages.keys, pages.key_scales),
+      (pages.values, pages.value_scales),
+    ):
+      # Each device holds its slice's pages, of its half of the heads.
+      for leaf in jax.tree.leaves(stored):
+        self.assertEqual(leaf.dtype, jnp.dtype(cache_dtype or dtype))
+        shard = leaf.addressable_shards[0].data
+        self.assertEqual(shard.shape[-5:], (1, 5, 1, _PAGE, 8))
+      for leaf in jax.tree.leaves(scales):
+        self.assertEqual(leaf.dtype, jnp.float32)
+        shard = leaf.addressable_shards[0].data
+        self.assertEqual(shard.shape[-4:], (1, 5, 1, _PAGE))
 
   def test_compiles_are_counted_by_width(self):
     decoder = Decoder(
@@ -392,6 +469,7 @@ class PagesTest(parameterized.TestCase):
       sampling=Sampling(temperature=1.0),
       page_tokens=_PAGE,
       dtype=jnp.float32,
+      cache_dtype=jnp.dtype(jnp.float32),
       unstacked=True,
       mesh=Mesh(np.array(jax.devices()[:1]).reshape(1, 1), meshes.ROLLOUT_AXES),
     )

@@ -108,6 +108,7 @@ def _engine(
     min_p=0.0,
     stop_strings=(),
     dtype="float32",
+    cache_dtype="",
   )
   with mock.patch.object(engine_lib, "Decoder", decoder):
     return Engine(
@@ -388,7 +389,57 @@ class TrajectoriesTest(parameterized.TestCase):
     groups = _generate(engine, fetch=fetch)
     self.assertEqual({t.num_sampled for t in _trajectories(groups)}, {1})
     self.assertEqual({t.finish for t in _trajectories(groups)}, {Finish.STOP})
-    self.assertLen(fetched, 1)
+    # One begins the only chunk, and one takes it up.
+    self.assertLen(fetched, 2)
+
+  def test_a_chunk_is_under_way_between_steps(self):
+    engine = _engine()
+    with mock.patch.object(
+      engine._decoder, "decode", wraps=engine._decoder.decode
+    ) as decode:
+      for index, prompt in enumerate(_prompts()):
+        engine.submit(prompt, index)
+      self.assertEqual(engine.step(_snapshot()), [])
+      self.assertEqual(decode.call_count, 1)
+      self.assertEqual(engine.stats.chunks, 0)
+      # Its tokens bear the version that began it, and what begins now the next.
+      engine.step(_snapshot(1, seed=1))
+      self.assertEqual((decode.call_count, engine.stats.chunks), (2, 1))
+    (group, _), *_ = engine._groups.values()
+    self.assertEqual(set(group.samples[0].versions), {0})
+    # What is given up takes the chunk with it.
+    engine.give_up()
+    self.assertEqual(_tokens(_generate(engine)), _tokens(_alone()))
+
+  def test_int8_cache(self):
+    engine = _engine(cache_dtype="int8")
+    got = _trajectories(_generate(engine))
+    worst = _worst(got)
+    self.assertLess(worst, 0.1)
+    self.assertGreater(worst, 1e-5)
+    plain = _engine()
+    _generate(plain)
+    exact, rounded = (
+      sum(leaf.nbytes for leaf in jax.tree.leaves(each._pages))
+      for each in (plain, engine)
+    )
+    # A byte and a float32 scale for 8 of them, instead of 4 bytes each.
+    self.assertEqual(rounded / exact, (8 + 4) / 32)
+
+  def test_the_longest_that_were_seen_go_first(self):
+    engine = _engine(slots=1, samples_per_prompt=1)
+    prompts = _prompts(3)
+    lengths = [t.num_sampled for t in _trajectories(_generate(engine, prompts))]
+    self.assertGreater(len(set(lengths)), 1)
+    order = []
+    for group in engine.stream(prompts, first_group_id=0, fetch=_snapshot):
+      order.append(group.group_id)
+    want = sorted(range(3), key=lambda index: -lengths[index])
+    self.assertEqual(order, want)
+    # What is not known may have the limit; what is remembered is bounded.
+    with mock.patch.object(engine_lib, "_REMEMBERED_PROMPTS", 2):
+      _generate(engine, _prompts(5)[3:])
+    self.assertLen(engine._lengths, 2)
 
   def test_bfloat16(self):
     engine = _engine(dtype="bfloat16")
@@ -1003,17 +1054,17 @@ class LanesTest(parameterized.TestCase):
     return _prompts(5, longest=150)
 
   def _run(self, engine, **how):
-    """What comes out, and the shapes of the lanes of each dispatch."""
-    lanes = []
+    """What comes out, and what was dispatched."""
+    chunks = []
     decode = engine._decoder.decode
 
     def spy(params, pages, chunk):
-      lanes.append(chunk.lanes.shape)
+      chunks.append(jax.tree.map(np.asarray, chunk))
       return decode(params, pages, chunk)
 
     with mock.patch.object(engine._decoder, "decode", spy):
       got = _generate(engine, self.prompts(), **how)
-    return got, lanes
+    return got, chunks
 
   def _check(self, got):
     self.assertEqual(_tokens(got), _tokens(_without_lanes()))
@@ -1026,30 +1077,37 @@ class LanesTest(parameterized.TestCase):
 
   def test_change_nothing(self):
     engine = _engine(**self.shape)
-    got, lanes = self._run(engine)
+    got, chunks = self._run(engine)
     self._check(got)
     # Two samples of each prompt beside each other; all 149 tokens fit. When one
     # of the fifth prompt takes the place of one of the others, there are five
-    # prompts for four lanes.
-    self.assertEqual(set(lanes), {(4, 19), (8, 0)})
-    self.assertGreater(lanes.count((4, 19)), 1)
+    # prompts for four lanes, and one of them does without.
+    self.assertEqual({chunk.lanes.shape for chunk in chunks}, {(4, 19)})
+    self.assertIn((True,) * 8, {tuple(chunk.in_lane) for chunk in chunks})
+    alone = [c for c in chunks if np.any(~c.in_lane & (c.positions > 0))]
+    self.assertNotEmpty(alone)
     self.assertLess(_worst(_trajectories(got), width=176), 1e-4)
 
   def test_where_prefixes_are_longer_than_prompts(self):
     """Samples that are read again have their responses in them."""
     engine = _engine(**self.shape | dict(update="recompute"))
     same = PolicySnapshot(1, dict(_snapshot().params))
-    got, lanes = self._run(engine, fetch=_fetch_in_turn(_snapshot(), same))
+    got, chunks = self._run(engine, fetch=_fetch_in_turn(_snapshot(), same))
     self._check(got)
     self.assertEqual(engine.stats.swaps, 1)
-    self.assertEqual({shape[1] for shape in lanes}, {0, 19})
+    # Those have no lane, however many are free.
+    longer = [chunk.head_pages > 19 for chunk in chunks]
+    self.assertTrue(any(map(np.any, longer)))
+    for chunk, longer_here in zip(chunks, longer, strict=True):
+      self.assertFalse(np.any(chunk.in_lane & longer_here))
+    self.assertIn((True,) * 8, {tuple(chunk.in_lane) for chunk in chunks})
 
   def test_with_extra_samples(self):
     # Of three samples of a prompt, a lane holds all.
     shape = self.shape | dict(extra_samples=1, slots=9, stop_ids=())
     engine = _engine(**shape)
-    got, lanes = self._run(engine)
-    self.assertEqual(set(lanes), {(3, 19)})
+    got, chunks = self._run(engine)
+    self.assertEqual({chunk.lanes.shape for chunk in chunks}, {(3, 19)})
     self.assertLess(_worst(_trajectories(got), width=176), 1e-4)
 
   @parameterized.parameters(

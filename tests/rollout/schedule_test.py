@@ -17,7 +17,7 @@ def _tokens(count, first=0):
 
 
 def _group(
-  group_id=0, *, prompt=None, samples=2, wanted=None, limit=8
+  group_id=0, *, prompt=None, samples=2, wanted=None, limit=8, expected=None
 ) -> Group:
   prompt = _tokens(6, 100 * group_id) if prompt is None else prompt
   group = Group(
@@ -25,6 +25,7 @@ def _group(
     Prompt(f"prompt-{group_id}", prompt, {}),
     wanted=wanted or samples,
     limit=limit,
+    expected=limit if expected is None else expected,
   )
   group.samples = [
     Sample(group, index, np.zeros(2, np.uint32)) for index in range(samples)
