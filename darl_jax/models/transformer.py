@@ -36,6 +36,9 @@ _UNROLLED_LAYERS = 4
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
+# Layers that are apart have their kernels' outputs first in models at least so
+# wide: in narrower ones it costs more to turn the activations than it saves.
+_OUTPUTS_FIRST_DIM = 256
 # Axes of each kernel that its input is contracted with, of dense layers.
 _INPUT_AXES = dict(query=1, key=1, value=1, output=2, gate=1, up=1, down=1)
 
@@ -424,6 +427,7 @@ class Policy:
   def __init__(self, config: ModelConfig, *, vocab_size: int):
     self.config = config
     self.vocab_size = vocab_size
+    self._turned = config.embed_dim >= _OUTPUTS_FIRST_DIM
     abstract = nnx.eval_shape(lambda: self._make(jax.random.key(0)))
     self._state = nnx.state(abstract)
     self._block = nnx.split(
@@ -454,7 +458,7 @@ class Policy:
     """The same parameters as XLA's backend for CPUs reads them fastest.
 
     Each layer has a dict of its own, in which the kernels of dense layers are
-    [outputs..., inputs...].
+    [outputs..., inputs...] if the model is wide.
 
     Args:
       params: Arrays, of the device or of the host.
@@ -489,7 +493,8 @@ class Policy:
   def _input_axes(self, path: KeyPath) -> int:
     """Leading axes of a layer's leaf that go behind the others."""
     block, leaf = path[0].key, path[-1].key
-    if block == "feed_forward" and self.config.num_experts:
+    dense = block != "feed_forward" or not self.config.num_experts
+    if not (dense and self._turned):
       return 0
     return _INPUT_AXES.get(leaf, 0)
 
@@ -700,7 +705,9 @@ class Policy:
 
     x = pinned(params["embedding"][tokens].astype(dtype))
     layers, num_layers = params["layers"], self.config.num_layers
-    layout = _Layout(partition, outputs_first=isinstance(layers, tuple))
+    layout = _Layout(
+      partition, outputs_first=isinstance(layers, tuple) and self._turned
+    )
     turns = attention.rotations(
       positions, frequencies=attention.rotary_frequencies(self.config)
     )
