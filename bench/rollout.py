@@ -316,9 +316,10 @@ def matrix_products(
         x = layer(x, each)
     else:
       x, _ = jax.lax.scan(lambda x, each: (layer(x, each), None), x, layers)
-    logits = x @ model.policy.unembedding(params).T
+    logits = model.policy.logits(params, x, vocab_first=apart)
     # At an index that is not known beforehand: all columns are computed.
-    return _unit(x + jax.lax.dynamic_slice_in_dim(logits, index, 1, axis=1))
+    column = jax.lax.dynamic_slice_in_dim(logits, index, 1, axis=1 - apart)
+    return _unit(x + column.reshape(-1, 1))
 
   @jax.jit
   def products(x: jax.Array, params: Params) -> jax.Array:
@@ -544,7 +545,7 @@ def _parse() -> argparse.Namespace:
   parser.add_argument("--workload", default="uniform", choices=_WORKLOADS)
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--chunk-tokens", type=int, default=16)
-  parser.add_argument("--prefill-tokens", type=int, default=256)
+  parser.add_argument("--prefill-tokens", type=int, default=384)
   parser.add_argument(
     "--json", action="store_true", help="On one line; else indented."
   )

@@ -248,15 +248,16 @@ class Decoder:
         tail,
         partition=self._partition,
       )
-      unembedding = self._policy.unembedding(params).astype(hidden.dtype)
-      logits = jnp.einsum(
-        "bd,vd->bv",
-        hidden[:, 0],
-        unembedding,
-        preferred_element_type=jnp.float32,
+      logits = self._policy.logits(
+        params, hidden[:, 0], vocab_first=self.unstacked
       )
       uniforms = sampling.token_uniforms(chunk.keys, chunk.counts + index)
-      sampled = sampling.sample(logits, uniforms, sampling=self._sampling)
+      sampled = sampling.sample(
+        logits,
+        uniforms,
+        sampling=self._sampling,
+        vocab_first=self.unstacked,
+      )
       return (sampled.tokens, tail), sampled
 
     # The spans stay out of the loop, which only reads them.

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 
 import chex
 import jax
@@ -129,7 +130,11 @@ def token_uniforms(keys: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def sample(
-  logits: jax.Array, uniforms: jax.Array, *, sampling: Sampling
+  logits: jax.Array,
+  uniforms: jax.Array,
+  *,
+  sampling: Sampling,
+  vocab_first: bool = False,
 ) -> Sampled:
   """Draws one token per row by inverting the cumulative probability.
 
@@ -146,10 +151,11 @@ def sample(
   excluded, beyond V or of probability 0 is never drawn, whatever the uniform.
 
   Args:
-    logits: float32 [B, V]; -inf excludes a token.
+    logits: float32 [B, V], or [V, B]; -inf excludes a token.
     uniforms: float32 [B], in [0, 1); others are clamped. Unused at
       temperature 0, where the lowest of tied tokens is taken.
     sampling: Temperature and truncation.
+    vocab_first: Whether the logits are [V, B].
 
   Returns:
     See ``Sampled``. A row that has a NaN or +inf, or nothing but -inf, defines
@@ -160,36 +166,41 @@ def sample(
     AssertionError: Shapes or dtypes do not fit.
   """
   chex.assert_rank(logits, 2)
-  chex.assert_shape(uniforms, logits.shape[:1])
   chex.assert_type([logits, uniforms], jnp.float32)
-  peak = jnp.max(logits, axis=-1)
+  if vocab_first and sampling.truncates:
+    logits, vocab_first = logits.T, False
+  rows = 1 if vocab_first else 0
+  chex.assert_shape(uniforms, logits.shape[rows : rows + 1])
+  peak = jnp.max(logits, axis=1 - rows)
   defined = jnp.isfinite(peak)
   # Shifted first: then neither large logits nor a small temperature overflow.
-  tempered = (logits - peak[:, None]) / (sampling.temperature or 1.0)
+  shifted = logits - jnp.expand_dims(peak, 1 - rows)
+  tempered = shifted / (sampling.temperature or 1.0)
   support = None
   if sampling.truncates:
     kept = _kept(tempered, sampling) & defined[:, None]
     support = jnp.packbits(kept, axis=-1, bitorder="little")
     tempered = jnp.where(kept, tempered, -jnp.inf)
-  blocks = _in_blocks(tempered)
+  blocks = _in_blocks(tempered, rows)
   masses = jnp.exp(blocks)
   # -inf is replaced before its product with 0, which would be NaN.
   moments = jnp.where(masses > 0, masses * blocks, 0.0)
   # The barrier: XLA would make of a sum of sums another sum of all.
   block_masses, block_moments = jax.lax.optimization_barrier(
-    (jnp.sum(masses, axis=-1), jnp.sum(moments, axis=-1))
+    tuple(_by_block(x, jnp.sum, rows) for x in (masses, moments))
   )
   total = jnp.sum(block_masses, axis=-1)
   log_total = jnp.log(total)
   mean = jnp.sum(block_moments, axis=-1) / total
 
   if sampling.temperature == 0:
-    block = jnp.argmax(jnp.max(_in_blocks(logits), axis=-1), axis=-1)
-    chosen = _row_entries(blocks, block)
+    peaks = _by_block(_in_blocks(logits, rows), jnp.max, rows)
+    block = jnp.argmax(peaks, axis=-1)
+    chosen = _chosen(blocks, block, rows)
     entry = jnp.argmax(chosen, axis=-1)
   else:
     block, within = _draw(block_masses, uniforms)
-    chosen = _row_entries(blocks, block)
+    chosen = _chosen(blocks, block, rows)
     entry, _ = _draw(jnp.exp(chosen), within)
   tokens = (block * _BLOCK + entry).astype(jnp.int32)
   logprobs = _row_entries(chosen, entry) - log_total
@@ -202,13 +213,34 @@ def sample(
   )
 
 
-def _in_blocks(x: jax.Array) -> jax.Array:
-  """[B, V] to [B, blocks, block], -inf beyond V."""
-  rows, vocab = x.shape
-  if vocab % _BLOCK:
-    padding = ((0, 0), (0, -vocab % _BLOCK))
+def _in_blocks(x: jax.Array, rows: int) -> jax.Array:
+  """[B, V] to [B, blocks, block], -inf beyond V.
+
+  Where ``rows`` is 1, [V, B] to [blocks, block, B].
+  """
+  missing = -x.shape[1 - rows] % _BLOCK
+  if missing:
+    padding = [(0, missing), (0, missing)]
+    padding[rows] = (0, 0)
     x = jnp.pad(x, padding, constant_values=-jnp.inf)
-  return x.reshape(rows, -1, _BLOCK)
+  if rows:
+    return x.reshape(-1, _BLOCK, x.shape[1])
+  return x.reshape(x.shape[0], -1, _BLOCK)
+
+
+def _by_block(
+  blocks: jax.Array, reduce: Callable[..., jax.Array], rows: int
+) -> jax.Array:
+  """``reduce`` of each block: [B, blocks]."""
+  return reduce(blocks, axis=1).T if rows else reduce(blocks, axis=2)
+
+
+def _chosen(blocks: jax.Array, index: jax.Array, rows: int) -> jax.Array:
+  """The block that each row has chosen: [B, block]."""
+  if not rows:
+    return _row_entries(blocks, index)
+  each = jnp.take_along_axis(blocks, index[None, None], axis=0, mode="clip")
+  return each[0].T
 
 
 def _row_entries(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from darl_jax.rollout.sampling import Sampling, sample, token_uniforms
 # Where a uniform just below 1 falls: the largest float32 there is.
 _LAST_UNIFORM = np.float32(1 - 2.0**-24)
 
-_sample = jax.jit(sample, static_argnames="sampling")
+_sample = jax.jit(sample, static_argnames=("sampling", "vocab_first"))
 
 
 def _distribution(logits, sampling):
@@ -85,6 +85,20 @@ class DistributionTest(parameterized.TestCase):
     logits[1::4, ::3] = -np.inf
     got = _sample(logits, _uniforms(1, len(logits)), sampling=sampling)
     _check(got, logits, sampling)
+
+  @parameterized.parameters(
+    Sampling(0.0), Sampling(0.7), Sampling(0.9, 5, 0.9, 0.01)
+  )
+  def test_vocab_first_is_the_same(self, sampling):
+    for vocab in (1, 127, 128, 1000):
+      logits = _rows(vocab, 6, vocab)
+      logits[1] = np.nan
+      logits[2, : vocab // 2] = -np.inf
+      uniforms = np.linspace(0, _LAST_UNIFORM, 6, dtype=np.float32)
+      want = _sample(logits, uniforms, sampling=sampling)
+      got = _sample(logits.T, uniforms, sampling=sampling, vocab_first=True)
+      for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
   @parameterized.parameters(dict(vocab=1), dict(vocab=128), dict(vocab=129))
   def test_any_vocabulary(self, vocab):
