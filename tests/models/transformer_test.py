@@ -243,6 +243,23 @@ def _kept(params, policy, apart):
 class CacheTest(parameterized.TestCase):
   """To read and extend, piece by piece, is the full forward pass."""
 
+  def test_narrow_models_keep_their_kernels(self):
+    with mock.patch.object(transformer, "_OUTPUTS_FIRST_DIM", 17):
+      policy = transformer.Policy(_config(), vocab_size=_VOCAB)
+    params = jax.device_get(jax.jit(policy.init)(jax.random.key(0)))
+    apart = policy.unstacked(params)
+    for name in ("query", "output"):
+      np.testing.assert_array_equal(
+        apart["layers"][0]["attention"][name],
+        params["layers"]["attention"][name][0],
+      )
+    tokens = _tokens(2, 6)
+    np.testing.assert_allclose(
+      _hidden(policy, apart, tokens, *_whole_rows(tokens)),
+      _hidden(policy, params, tokens, *_whole_rows(tokens)),
+      atol=1e-5,
+    )
+
   @parameterized.product(family=tuple(_FAMILIES), apart=(False, True))
   def test_read_and_extend_equal_the_full_forward(self, family, apart):
     policy, params = _policy(family)
