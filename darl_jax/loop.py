@@ -46,6 +46,8 @@ from darl_jax.types import Params, PolicySnapshot, TrainState, TrajectoryGroup
 _POLL_S = 0.2
 # Held-out answers written down at each evaluation, for people to read.
 _NUM_SAMPLES = 8
+# Trajectories of several versions that are computed again under each of them.
+_NUM_MIXED = 8
 
 
 class Interrupted(Exception):
@@ -418,6 +420,7 @@ class Run:
       report={
         **_prefixed("select", report),
         **self._parity(pool, plan, per_token),
+        **self._mixed_parity(pool),
       },
     )
 
@@ -482,15 +485,10 @@ class Run:
       mask = np.concatenate([t.loss_mask for t in chosen])
     else:
       try:
-        snapshot = self.ring.snapshot(sampler)
+        params = self._on_train_mesh(self.ring.snapshot(sampler))
       except KeyError:  # Beyond replay.snapshot_bytes.
         return {}
       batch = next(self._plan([pool.entries[i] for i in newest]).batches)
-      params = transfer.to_mesh(
-        snapshot.params,
-        shardings=self.learner.trained_shardings,
-        dtype=jnp.dtype(jnp.float32),
-      )
       logprobs = np.asarray(self.learner.score(params, batch)[0])
       behavior, mask = batch.behavior_logprobs, batch.loss_mask
     gaps = np.abs(logprobs - behavior)[mask]
@@ -503,6 +501,53 @@ class Run:
         f"learner.parity_alarm = {bound:g}"
       )
     return {"parity/p95": p95, "parity/max": largest}
+
+  def _mixed_parity(self, pool: Pool) -> dict[str, float]:
+    """What it costs to go on under new weights with what old ones cached.
+
+    Each token of the newest trajectories that several versions sampled, against
+    a forward pass of all tokens before it under the token's own version. With
+    ``rollout.update`` "recompute" that is what sampled it; with "swap" the
+    earlier keys and values were others. As often as answers are evaluated.
+    """
+    mixed = [
+      entry
+      for entry in pool.entries
+      if entry.trajectory.policy_version[-1] != entry.trajectory.begun_by
+    ][-_NUM_MIXED:]
+    if not mixed or pool.version % self.config.evaluate.every:
+      return {}
+    plan = self._plan(mixed)
+    batches = list(plan.batches)
+    trajectories = [entry.trajectory for entry in mixed]
+    versions, behavior, mask = (
+      np.concatenate([getattr(t, name) for t in trajectories])
+      for name in ("policy_version", "behavior_logprobs", "loss_mask")
+    )
+    gaps = []
+    for version in np.unique(versions[mask]):
+      try:
+        params = self._on_train_mesh(self.ring.snapshot(int(version)))
+      except KeyError:  # Evicted, or beyond replay.snapshot_bytes.
+        continue
+      results = [self.learner.score(params, batch)[0] for batch in batches]
+      logprobs = plan.tokens_of(plan.per_token(results), np.arange(len(mixed)))
+      here = mask & (versions == version)
+      gaps.append(np.abs(logprobs - behavior)[here])
+    if not gaps:
+      return {}
+    each = np.concatenate(gaps)
+    return {
+      "parity/mixed_p95": float(np.quantile(each, 0.95)),
+      "parity/mixed_max": float(np.max(each)),
+    }
+
+  def _on_train_mesh(self, snapshot: PolicySnapshot) -> Params:
+    return transfer.to_mesh(
+      snapshot.params,
+      shardings=self.learner.trained_shardings,
+      dtype=jnp.dtype(jnp.float32),
+    )
 
   # ------------------------------------------------------------ what is seen
 

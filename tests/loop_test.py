@@ -234,6 +234,34 @@ class ResultTest(parameterized.TestCase):
     for row in rows:
       self.assertLess(row.get("parity/max", 0.0), 1e-5)
 
+  @parameterized.parameters("swap", "recompute")
+  def test_what_several_policies_sampled_is_compared_with_each(self, update):
+    """What was cached under older weights is the difference."""
+    ended = execute(
+      make_config(
+        darl,
+        num_steps=12,
+        rollout__update=update,
+        rollout__max_response_tokens=12,
+        rollout__slots=5,
+        learner__row_tokens=28,
+        learner__final_learning_rate=0.1,
+        rollout__chunk_tokens=1,
+        evaluate__every=1,
+        learner__learning_rate=0.1,
+        learner__warmup_steps=0,
+      )
+    )
+    self.assertIsNone(ended.error)
+    mixed = [
+      r["parity/mixed_max"] for r in ended.steps if "parity/mixed_max" in r
+    ]
+    self.assertNotEmpty(mixed)
+    if update == "swap":
+      self.assertGreater(max(mixed), 1e-3)
+    else:
+      self.assertLess(max(mixed), 1e-4)
+
   def test_truncated_sampling(self):
     """Samples keep their support, from the sampler to the loss."""
     ended = truncated()
