@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 
 from darl_jax.config import ConfigError, MeshConfig
 
-# mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes.
-_KEEP_FREED_MEMORY = ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
+# mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes, and
+# M_ARENA_MAX: a thread's own arena holds 64 MiB, and what is larger is mapped
+# and unmapped each time.
+_KEEP_FREED_MEMORY = ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26), (-8, 1))
 
 # Seconds that XLA lets some devices of one program wait for the others before
 # it ends the process. Its own 40 are less than a laptop's sleep.
