@@ -25,7 +25,7 @@ class Channel:
   """The bench's requests, and the way back."""
 
   def __init__(self):
-    """Takes the standard output away: whatever a library prints is no answer."""
+    """Takes the standard output: whatever a library prints is no answer."""
     self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
