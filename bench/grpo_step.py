@@ -6,7 +6,8 @@ Trains a random Qwen3-shaped model of 6.03 M parameters in float32: 4 prompts of
 28 to 32 tokens, 4 responses to each of 128 tokens, one optimizer step. Prints
 one JSON line: seconds of a warm step (the median), of the first one, which
 compiles, and of everything from the start of the process to the end of the
-first step; where a warm step spends its time.
+first step; where a warm step spends its time; and the processor seconds of the
+process in the steps, which other work on the machine disturbs less.
 
 With ``--peer=trl:PYTHON`` or ``--peer=tunix:PYTHON``, where PYTHON is the
 interpreter of an environment of theirs (``bench/peers/README.md``), the same
@@ -71,9 +72,8 @@ class Trainer(client.Client):
   """A trainer in a process of its own; see ``peers/``.
 
   Attributes:
-    seconds: Of each warm step.
-    parts: Seconds of the parts of each warm step.
-    first_s: Of the first step, from when all is constructed.
+    first: Answer for the first step, from when all is constructed.
+    warm: Answers for the warm steps.
     started_s: From the start of the process to the end of the first step.
   """
 
@@ -89,19 +89,16 @@ class Trainer(client.Client):
       timeout_s=timeout_s,
       pythonpath=os.pathsep.join(path) if name == _OURS else None,
     )
-    self.seconds: list[float] = []
-    self.parts: list[dict[str, float]] = []
     self.load(folder=folder, job=job())
-    self.first_s = self._step()["seconds"]
+    self.first = self._step()
     self.started_s = time.perf_counter() - start
+    self.warm: list[dict] = []
     for _ in range(_WARM_UP_STEPS):
       self._step()
 
   def step(self) -> None:
     """A warm one."""
-    answer = self._step()
-    self.seconds.append(answer["seconds"])
-    self.parts.append(answer["parts"])
+    self.warm.append(self._step())
 
   def _step(self) -> dict:
     answer = self.ask("step")
@@ -110,22 +107,25 @@ class Trainer(client.Client):
     return answer
 
   def report(self) -> dict:
+    seconds = [step["seconds"] for step in self.warm]
+    processor = [step["processor_seconds"] for step in self.warm]
     return dict(
       library=self.library,
-      warm_s=_median(self.seconds),
-      first_s=round(self.first_s, 3),
+      warm_s=_median(seconds),
+      first_s=round(self.first["seconds"], 3),
       started_s=round(self.started_s, 3),
-      steps=[round(seconds, 3) for seconds in self.seconds],
+      warm_processor_s=_median(processor),
+      first_processor_s=round(self.first["processor_seconds"], 3),
+      steps=[round(each, 3) for each in seconds],
     )
 
 
 def compare(ours: Trainer, peer: Trainer) -> dict:
   """A peer's times, and by how much ours are shorter."""
+  pairs = zip(peer.warm, ours.warm, strict=True)
   return peer.report() | dict(
-    warm_ratio=_median(
-      [p / o for o, p in zip(ours.seconds, peer.seconds, strict=True)]
-    ),
-    first_ratio=round(peer.first_s / ours.first_s, 3),
+    warm_ratio=_median([p["seconds"] / o["seconds"] for p, o in pairs]),
+    first_ratio=round(peer.first["seconds"] / ours.first["seconds"], 3),
     started_ratio=round(peer.started_s / ours.started_s, 3),
   )
 
@@ -165,8 +165,8 @@ def main() -> None:
   ours, *peers = trainers
   result = ours.report() | dict(
     parts={
-      name: _median([parts[name] for parts in ours.parts])
-      for name in sorted(ours.parts[0])
+      name: _median([step["parts"][name] for step in ours.warm])
+      for name in sorted(ours.warm[0]["parts"])
     },
     peers={peer.name: compare(ours, peer) for peer in peers},
   )

@@ -1,7 +1,8 @@
 """How a trainer answers ``bench/grpo_step.py``; see ``protocol.py``.
 
   {"do": "load", "folder": DIR, "job": {...}}    ->  {"library": str}
-  {"do": "step"}  ->  {"seconds": float, "tokens": int, "parts": {str: float}}
+  {"do": "step"}  ->  {"seconds": float, "processor_seconds": float,
+                       "tokens": int, "parts": {str: float}}
 
 Loading constructs everything and compiles nothing; the first step compiles. All
 trainers loop by themselves, and so each of them calls ``Steps.done`` wherever
@@ -74,14 +75,19 @@ class Steps:
     Raises:
       SystemExit: No more steps are asked for.
     """
-    seconds = time.perf_counter() - self._start
-    self._channel.answer(seconds=seconds, tokens=tokens, parts=parts or {})
+    self._channel.answer(
+      seconds=time.perf_counter() - self._start,
+      processor_seconds=time.process_time() - self._processor_start,
+      tokens=tokens,
+      parts=parts or {},
+    )
     self._wait()
 
   def _wait(self) -> None:
     if next(self._requests, None) is None:
       raise SystemExit
     self._start = time.perf_counter()
+    self._processor_start = time.process_time()
 
 
 def serve(
