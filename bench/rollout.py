@@ -22,15 +22,12 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import os
 import pathlib
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -38,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from peers import client
 
 from darl_jax.config import ConfigError, ModelConfig, RolloutConfig
 from darl_jax.models import hf, presets, published
@@ -47,7 +45,6 @@ from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes
 from darl_jax.types import Params, Prompt
 
-_PEERS = pathlib.Path(__file__).resolve().parent / "peers"
 _PRESETS = sorted(
   name
   for name, member in inspect.getmembers(presets, inspect.isfunction)
@@ -345,7 +342,7 @@ def _unit(x: jax.Array) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True))
 
 
-class Peer:
+class Peer(client.Client):
   """Another sampler, in a process of its own environment; see ``peers/``."""
 
   def __init__(self, name: str, python: str, *, rows: int, timeout_s: float):
@@ -357,41 +354,20 @@ class Peer:
       rows: That it generates together.
       timeout_s: Of each answer.
     """
-    self.name = name
-    self.library = ""
+    super().__init__(name, python, task="rollout", timeout_s=timeout_s)
     self.logprob_error = 0.0
     self._rows = rows
-    self._timeout_s = timeout_s
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    try:
-      self._process = subprocess.Popen(
-        [python, _PEERS / f"{name}_rollout.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-      )
-    except OSError as error:
-      sys.exit(f"--peer={name}:{python}: {error}")
 
-  def __enter__(self) -> "Peer":
-    return self
-
-  def __exit__(self, *_) -> None:
-    """Ends it."""
-    self._process.kill()
-    self._process.communicate()
-
-  def load(self, folder: str, work: Workload, vocab_size: int) -> None:
+  def prepare(self, folder: str, work: Workload, vocab_size: int) -> None:
     """Loads a model, compiles, and runs the workload once."""
     self._tokens = work.tokens
     batches = work.batches(vocab_size, self._rows)
     self._lengths = [[b["tokens"]] * len(b["prompts"]) for b in batches]
-    self.library = self._ask("load", model=folder, batches=batches)["library"]
+    self.load(model=folder, batches=batches)
 
   def check(self, tokens: list[int], logprobs: list[float]) -> None:
     """Exits if the log-probs of a prompt's tokens are not theirs."""
-    theirs = self._ask("logprobs", tokens=tokens)["logprobs"]
+    theirs = self.ask("logprobs", tokens=tokens)["logprobs"]
     self.logprob_error = float(np.max(np.abs(np.subtract(theirs, logprobs))))
     if not self.logprob_error <= _LOGPROB_ERROR:
       sys.exit(
@@ -401,34 +377,10 @@ class Peer:
 
   def rate(self, seed: int) -> float:
     """Useful tokens per second of a round."""
-    answer = self._ask("round", seed=seed)
+    answer = self.ask("round", seed=seed)
     if answer["lengths"] != self._lengths:
       sys.exit(f"{self.name} stopped early: {answer['lengths']} tokens")
     return self._tokens / answer["seconds"]
-
-  def _ask(self, what: str, **details) -> dict:
-    """Exits with a message if there is no answer in time."""
-    start = time.monotonic()
-    timer = threading.Timer(self._timeout_s, self._process.kill)
-    timer.start()
-    try:
-      # If it has ended, there will be no line to read.
-      with contextlib.suppress(BrokenPipeError):
-        json.dump({"do": what, **details}, self._process.stdin)
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-      line = self._process.stdout.readline()
-    finally:
-      timer.cancel()
-    if line:
-      return json.loads(line)
-    if time.monotonic() - start >= self._timeout_s:
-      sys.exit(
-        f"{self.name} did not answer {what!r} within {self._timeout_s:g} s. "
-        "Try a longer --timeout-s."
-      )
-    status = self._process.wait()
-    sys.exit(f"{self.name} ended with status {status} at {what!r}; see above")
 
 
 def measure(
@@ -477,7 +429,7 @@ def _load(
   with tempfile.TemporaryDirectory() as parent:
     folder = model.folder(parent)
     for peer in peers:
-      peer.load(folder, work, model.config.vocab_size)
+      peer.prepare(folder, work, model.config.vocab_size)
       peer.check(tokens, logprobs)
 
 
@@ -521,20 +473,6 @@ def _median(values: Sequence[float]) -> float | None:
   return round(statistics.median(values), 3) if values else None
 
 
-def _peer(text: str) -> tuple[str, str]:
-  """A name, and the interpreter of its environment."""
-  name, _, python = text.partition(":")
-  known = sorted(
-    path.name.removesuffix("_rollout.py")
-    for path in _PEERS.glob("*_rollout.py")
-  )
-  if name not in known or not python:
-    raise argparse.ArgumentTypeError(
-      f"{text!r} is not NAME:PYTHON with a name of {', '.join(known)}"
-    )
-  return name, python
-
-
 def _parse() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument(
@@ -549,28 +487,14 @@ def _parse() -> argparse.Namespace:
   parser.add_argument(
     "--json", action="store_true", help="On one line; else indented."
   )
-  parser.add_argument(
-    "--peer",
-    type=_peer,
-    action="append",
-    default=[],
-    metavar="NAME:PYTHON",
-    help="Measured in turn with ours; may be given for several.",
-  )
+  client.add_flags(parser, task="rollout")
   parser.add_argument(
     "--peer-rows",
     type=int,
     default=64,
     help="A peer's batch, which runs until its longest response ends.",
   )
-  parser.add_argument(
-    "--timeout-s", type=float, default=1800.0, help="Of a peer's answer."
-  )
-  arguments = parser.parse_args()
-  names = [name for name, _ in arguments.peer]
-  if len(set(names)) < len(names):
-    parser.error("--peer: each of them once")
-  return arguments
+  return parser.parse_args()
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """How a peer answers the bench: JSON lines over its standard streams.
 
-Each line that the bench writes is a request, and each gets one line:
+Each line that the bench writes is a request, and each gets one line. Those of
+``bench/rollout.py``:
 
   {"do": "load", "model": DIR, "batches": [{"prompts": [[int]], "tokens": int}]}
   {"do": "logprobs", "tokens": [int]}
@@ -16,8 +17,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+
+class Channel:
+  """The bench's requests, and the way back."""
+
+  def __init__(self):
+    """Takes the standard output: whatever a library prints is no answer."""
+    self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+  def __iter__(self) -> Iterator[dict[str, Any]]:
+    """Waits for each of them, until there are no more."""
+    return map(json.loads, sys.stdin)
+
+  def answer(self, **details) -> None:
+    self._answers.write(json.dumps(details) + "\n")
+    self._answers.flush()
 
 
 class Sampler(Protocol):
@@ -37,23 +55,18 @@ def serve(name: str, load: Callable[[str], Sampler]) -> None:
     name: Of the library, with its version.
     load: From a model's folder.
   """
-  answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-  # Whatever a library prints is no answer.
-  os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+  channel = Channel()
   sampler, runs = None, []
-  for line in sys.stdin:
-    request = json.loads(line)
+  for request in channel:
     if request["do"] == "load":
       sampler = load(request["model"])
       runs = [sampler.prepare(**batch) for batch in request["batches"]]
       _round(runs, seed=0)
-      answer = {"library": name}
+      channel.answer(library=name)
     elif request["do"] == "logprobs":
-      answer = {"logprobs": sampler.logprobs(request["tokens"])}
+      channel.answer(logprobs=sampler.logprobs(request["tokens"]))
     else:
-      answer = _round(runs, seed=request["seed"])
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+      channel.answer(**_round(runs, seed=request["seed"]))
 
 
 def _round(runs: Sequence[Callable], *, seed: int) -> dict:

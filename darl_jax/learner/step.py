@@ -27,6 +27,10 @@ from darl_jax.types import (
   TrainState,
 )
 
+# LLVM's optimiser spends seconds on the random numbers of a model's parameters,
+# whose program then runs once, for a fraction of that, and no faster.
+_RUNS_ONCE = {"xla_backend_optimization_level": 1}
+
 
 class Learner:
   """What the train mesh runs; each program compiles once.
@@ -101,6 +105,9 @@ class Learner:
     self._init = jax.jit(
       lambda key: lora.split(policy.init(key))[0],
       out_shardings=self.trained_shardings,
+      compiler_options=(
+        _RUNS_ONCE if self._partition.platform == "cpu" else None
+      ),
     )
     self._cast = jax.jit(
       lambda params: jax.tree.map(

@@ -50,7 +50,10 @@ def prepare_cpu(num_devices: int) -> None:
   Makes virtual CPU devices (an attached accelerator comes first all the same),
   and has the C library keep the memory that XLA's temporaries free: returning
   it to the system and faulting it in again takes a third of a small learner
-  step. Does nothing to the memory where the C library is not glibc.
+  step. Does nothing to the memory where the C library is not glibc. For the
+  same reason a program of one device runs in the thread that calls it, not in
+  one of XLA's: but for the main thread, glibc maps anew what is larger than 64
+  MiB, whatever it is told.
 
   Virtual devices that wait for each other do so through a pause of the machine.
 
@@ -58,6 +61,7 @@ def prepare_cpu(num_devices: int) -> None:
     RuntimeError: JAX has started.
   """
   jax.config.update("jax_num_cpu_devices", num_devices)
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
   # First, so that flags which are set already have the last word.
   os.environ["XLA_FLAGS"] = " ".join(
     (

@@ -1,5 +1,11 @@
 """How devices are split between learner and sampler."""
 
+import os
+import platform
+import subprocess
+import sys
+import unittest
+
 import jax
 import numpy as np
 from absl.testing import parameterized
@@ -80,3 +86,34 @@ class SplitDevicesTest(parameterized.TestCase):
     got = meshes.split_devices(_config((2, 1, 1), (1, 1)), list(devices))
     self.assertEqual(list(got.train.devices.flat), list(devices[:2]))
     self.assertEqual(got.rollout.devices.item(), devices[2])
+
+
+# A product of 128 MiB is more than a thread's own arena would hold. The pages
+# that the third call faults in.
+_COUNT_FAULTS = """
+import resource
+from darl_jax.sharding import meshes
+meshes.prepare_cpu(1)
+import jax
+import jax.numpy as jnp
+x, y = jnp.ones((4096, 8)), jnp.ones((8, 8192))
+program = jax.jit(lambda x, y: jnp.sum((z := x @ y) * jnp.max(z)))
+for call in range(3):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  jax.block_until_ready(program(x, y))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+class PrepareCpuTest(parameterized.TestCase):
+  @unittest.skipUnless(platform.libc_ver()[0] == "glibc", "memory of glibc")
+  def test_large_temporaries_are_not_faulted_in_again(self):
+    done = subprocess.run(
+      [sys.executable, "-c", _COUNT_FAULTS],
+      check=True,
+      capture_output=True,
+      text=True,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    # All of it, by 4 KiB, would be 32,768.
+    self.assertLess(int(done.stdout), 1000)
