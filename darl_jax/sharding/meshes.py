@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 
 from darl_jax.config import ConfigError, MeshConfig
 
-# mallopt(3): M_ARENA_MAX (other arenas than the first map and unmap whatever is
-# longer than 64 MiB, as the temporaries of a decode dispatch are),
-# M_MMAP_THRESHOLD and M_TOP_PAD in bytes, and M_TRIM_THRESHOLD (never).
-_KEEP_FREED_MEMORY = ((-8, 1), (-3, 2**30), (-2, 2**26), (-1, -1))
+# mallopt(3): M_MMAP_THRESHOLD and M_TOP_PAD in bytes, and M_TRIM_THRESHOLD
+# (never).
+_KEEP_FREED_MEMORY = ((-3, 2**30), (-2, 2**26), (-1, -1))
 
 # Seconds that XLA lets some devices of one program wait for the others before
 # it ends the process. Its own 40 are less than a laptop's sleep.
