@@ -56,7 +56,9 @@ class Rows:
       0 for one that nobody reads.
     table: int32 [B, n], the pages that come before a row's tokens; n = 0 where
       every sequence starts in its row.
-    context: int32 [B], tokens in them.
+    head_tokens: int32 [B], tokens in the first ``head_pages`` of the table.
+    head_pages: int32 [B].
+    own_tokens: int32 [B], tokens in the pages behind those.
   """
 
   tokens: np.ndarray
@@ -64,7 +66,9 @@ class Rows:
   segment_ids: np.ndarray
   write: np.ndarray
   table: np.ndarray
-  context: np.ndarray
+  head_tokens: np.ndarray
+  head_pages: np.ndarray
+  own_tokens: np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -207,10 +211,10 @@ class Decoder:
     """Fills pages with the keys and values of packed rows."""
     context = None
     if rows.table.shape[1]:
-      slots = jnp.arange(rows.table.shape[1] * self._page_tokens)
-      context = self._span(
-        pages, rows.table, slots[None] < rows.context[:, None]
-      )
+      bounds = Bounds(rows.head_tokens, rows.head_pages, rows.own_tokens)
+      slots = rows.table.shape[1] * self._page_tokens
+      mask = bounds.mask(slots, self._page_tokens)
+      context = self._span(pages, rows.table, mask)
     _, keys, values = self._policy.read(
       params,
       rows.tokens,
@@ -326,10 +330,11 @@ class Decoder:
       return heads_first.reshape(-1, shape[2], shape[3] * shape[4], *shape[5:])
 
     def restored(layer: jax.Array, scales: jax.Array | None) -> jax.Array:
-      found = gather(layer).astype(self._dtype)
+      found = gather(layer)
       if scales is None:
-        return found
-      return found * gather(scales).astype(self._dtype)[..., None]
+        return found.astype(self._dtype)
+      exact = found.astype(jnp.float32) * gather(scales)[..., None]
+      return exact.astype(self._dtype)
 
     keys = self._by_layer(restored, pages.keys, pages.key_scales)
     values = self._by_layer(restored, pages.values, pages.value_scales)

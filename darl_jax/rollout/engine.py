@@ -375,10 +375,24 @@ class Engine:
     """Weights, admission, prefill, and the dispatch of one chunk of tokens."""
     if self._pages is None:
       self._pages = self._decoder.empty_pages(self._num_pages)
+    held = self._epoch
     draining = not self._take_up(snapshot)
-    self._read(
-      [s.admit(self._epoch, only_begun=draining) for s in self._schedules]
-    )
+    renewed = [[] for _ in self._schedules]
+    if self.config.update == "recompute" and self._epoch != held:
+      renewed = [schedule.renew(self._epoch) for schedule in self._schedules]
+    running = [list(schedule.running) for schedule in self._schedules]
+    prefixes = [
+      stale + schedule.admit(self._epoch, only_begun=draining)
+      for stale, schedule in zip(renewed, self._schedules, strict=True)
+    ]
+    self._read([[_Reading.of(p) for p in each] for each in prefixes])
+    for schedule, each in zip(self._schedules, prefixes, strict=True):
+      for prefix in each:
+        schedule.has_read(prefix)
+    if any(renewed):
+      self._read(
+        [[_Reading.behind(s) for s in each if s.pages] for each in running]
+      )
     reserved = [schedule.reserve() for schedule in self._schedules]
     if not any(reserved):
       return
@@ -392,6 +406,7 @@ class Engine:
     """Whether the newest weights are held: not while samples must end first."""
     held = self._snapshot
     if held is not None and held.params is snapshot.params:
+      self._snapshot = snapshot
       return True
     if isinstance(snapshot.params["layers"], tuple) != self._decoder.unstacked:
       raise ValueError(
@@ -403,9 +418,6 @@ class Engine:
       return False
     running = any(schedule.running for schedule in self._schedules)
     self._snapshot = snapshot
-    if running and self.config.update == "recompute":
-      for schedule in self._schedules:
-        schedule.preempt_all()
     # The key of the prefix cache: other parameters are another policy, even
     # under the same version.
     self._epoch += 1
@@ -414,32 +426,30 @@ class Engine:
     self.stats = self.stats.plus(swaps=int(running))
     return True
 
-  def _read(self, unread: Sequence[Sequence[Prefix]]) -> None:
+  def _read(self, unread: Sequence[Sequence["_Reading"]]) -> None:
     """Prefills; ``unread`` by data slice."""
     width = self._row_tokens
 
-    def at_once(prefix: Prefix) -> bool:
-      return not prefix.read and len(prefix.tokens) <= width
+    def at_once(reading: _Reading) -> bool:
+      fresh = reading.head is None and not reading.read
+      return fresh and len(reading.tokens) <= width
 
-    whole = [list(filter(at_once, prefixes)) for prefixes in unread]
-    packed = [_pack(prefixes, width, self._page) for prefixes in whole]
+    whole = [list(filter(at_once, readings)) for readings in unread]
+    packed = [_pack(readings, width, self._page) for readings in whole]
     self._prefill(packed, table_pages=0)
-    parts = [[p for p in prefixes if not at_once(p)] for prefixes in unread]
+    parts = [[r for r in readings if not at_once(r)] for readings in unread]
     while any(parts):
       # A part attends to those before it, which must be in their pages.
       rows = [
-        [[(p, p.read, min(p.read + width, len(p.tokens)))] for p in prefixes]
-        for prefixes in parts
+        [[(r, r.read, min(r.read + width, len(r.tokens)))] for r in readings]
+        for readings in parts
       ]
-      deepest = max(p.read for prefixes in parts for p in prefixes)
-      self._prefill(rows, table_pages=self._width(self._pages_of(deepest)))
+      deepest = max(len(r.before(self._page)) for rs in parts for r in rs)
+      self._prefill(rows, table_pages=self._width(max(deepest, 1)))
       for row in (row for rows_ in rows for row in rows_):
-        for prefix, _, stop in row:
-          prefix.read = stop
-      parts = [[p for p in ps if p.read < len(p.tokens)] for ps in parts]
-    for schedule, prefixes in zip(self._schedules, unread, strict=True):
-      for prefix in prefixes:
-        schedule.has_read(prefix)
+        for reading, _, stop in row:
+          reading.read = stop
+      parts = [[r for r in rs if r.read < len(r.tokens)] for rs in parts]
 
   def _prefill(
     self, packed: Sequence[Sequence["_PackedRow"]], *, table_pages: int
@@ -467,23 +477,30 @@ class Engine:
       segment_ids=zeros(width),
       write=zeros(width // self._page),
       table=zeros(table_pages),
-      context=zeros(),
+      head_tokens=zeros(),
+      head_pages=zeros(),
+      own_tokens=zeros(),
     )
 
   def _fill(self, rows: Rows, at: int, row: "_PackedRow") -> None:
     """Writes the pieces of one row behind each other, from page to page."""
     page, slot = self._page, 0
-    for segment, (prefix, start, stop) in enumerate(row, 1):
+    for segment, (reading, start, stop) in enumerate(row, 1):
+      head = reading.head
       piece = slice(slot, slot + stop - start)
-      rows.tokens[at, piece] = prefix.tokens[start:stop]
-      rows.positions[at, piece] = np.arange(start, stop)
+      rows.tokens[at, piece] = reading.tokens[start:stop]
+      first_position = 0 if head is None else len(head.tokens)
+      rows.positions[at, piece] = first_position + np.arange(start, stop)
       rows.segment_ids[at, piece] = segment
-      pages = prefix.pages[start // page : self._pages_of(stop)]
+      pages = reading.pages[start // page : self._pages_of(stop)]
       first = slot // page
       rows.write[at, first : first + len(pages)] = pages
-      before = prefix.pages[: start // page]
+      before = reading.before(page)
       rows.table[at, : len(before)] = before
-      rows.context[at] = start
+      if head is not None:
+        rows.head_tokens[at] = len(head.tokens)
+        rows.head_pages[at] = len(head.pages)
+      rows.own_tokens[at] = start
       slot += len(pages) * page
       self.stats = self.stats.plus(prefill_tokens=stop - start)
 
@@ -733,25 +750,63 @@ class Engine:
     return pages + 1
 
 
-# Pieces of prefixes that share a row of prefill: prefix, first token, end.
-_PackedRow = Sequence[tuple[Prefix, int, int]]
+@dataclasses.dataclass(eq=False)
+class _Reading:
+  """Tokens that prefill reads into pages of theirs.
+
+  Attributes:
+    tokens: int32 [n].
+    pages: Enough for them.
+    read: How many the pages hold already: whole pages.
+    head: What comes before them; None where they begin a sequence.
+  """
+
+  tokens: np.ndarray
+  pages: Sequence[int]
+  read: int
+  head: Prefix | None
+
+  @classmethod
+  def of(cls, prefix: Prefix) -> "_Reading":
+    return cls(prefix.tokens, prefix.pages, prefix.read, None)
+
+  @classmethod
+  def behind(cls, sample: Sample) -> "_Reading":
+    """What a running sample has cached behind its prefix."""
+    prefix = sample.prefix
+    return cls(sample.cached[len(prefix.tokens) :], sample.pages, 0, prefix)
+
+  def before(self, page: int) -> list[int]:
+    """The pages before the tokens that are read next."""
+    head = [] if self.head is None else self.head.pages
+    return [*head, *self.pages[: self.read // page]]
+
+
+# Pieces of readings that share a row of prefill: which, first token, end.
+_PackedRow = Sequence[tuple[_Reading, int, int]]
 
 
 def _pack(
-  prefixes: Sequence[Prefix], width: int, page: int
-) -> list[list[tuple[Prefix, int, int]]]:
-  """Whole prefixes into rows, each where there is room first."""
-  rows: list[list[tuple[Prefix, int, int]]] = []
+  readings: Sequence[_Reading], width: int, page: int
+) -> list[list[tuple[_Reading, int, int]]]:
+  """Whole readings into rows, each where there is room first."""
+  rows: list[list[tuple[_Reading, int, int]]] = []
   room: list[int] = []
-  for prefix in prefixes:
-    needed = -(-len(prefix.tokens) // page) * page
+  for reading in readings:
+    needed = -(-len(reading.tokens) // page) * page
     at = next((i for i, left in enumerate(room) if left >= needed), len(rows))
     if at == len(rows):
       rows.append([])
       room.append(width)
-    rows[at].append((prefix, 0, len(prefix.tokens)))
+    rows[at].append((reading, 0, len(reading.tokens)))
     room[at] -= needed
   return rows
+
+
+def _widths(most: int, page_tokens: int) -> tuple[int, ...]:
+  """Widths of page tables, in pages; the most last."""
+  step = max(-(-_MIN_STEP_TOKENS // page_tokens), -(-most // _MAX_WIDTHS))
+  return (*range(step, most, step), most)
 
 
 def _min_row_tokens(mesh: Mesh) -> int:
@@ -761,12 +816,6 @@ def _min_row_tokens(mesh: Mesh) -> int:
   whole, and short rows waste less of it.
   """
   return 1 if mesh.devices.flat[0].platform == "cpu" else 256
-
-
-def _widths(most: int, page_tokens: int) -> tuple[int, ...]:
-  """Widths of page tables, in pages; the most last."""
-  step = max(-(-_MIN_STEP_TOKENS // page_tokens), -(-most // _MAX_WIDTHS))
-  return (*range(step, most, step), most)
 
 
 def _trajectory(sample: Sample) -> Trajectory:

@@ -230,10 +230,19 @@ class Schedule:
     self.leave(sample)
     self._waiting.appendleft(sample)
 
-  def preempt_all(self) -> None:
-    """All that is cached will be computed again."""
-    for sample in reversed(tuple(self._running)):
-      self.preempt(sample)
+  def renew(self, epoch: int) -> list[Prefix]:
+    """All that running samples have cached is to be read again, where it is.
+
+    Args:
+      epoch: Of the weights that will.
+
+    Returns:
+      Their prefixes. What is in the samples' own pages comes after those.
+    """
+    prefixes = {id(s.prefix): s.prefix for s in self._running}
+    for prefix in prefixes.values():
+      prefix.epoch, prefix.read = epoch, 0
+    return list(prefixes.values())
 
   def leave(self, sample: Sample) -> None:
     """Frees a running sample's slot and pages."""

@@ -81,7 +81,9 @@ def _rows(pieces, *, width=8, table_pages=0, page=_PAGE):
     segment_ids=np.zeros((count, width), np.int32),
     write=np.zeros((count, width // page), np.int32),
     table=np.zeros((count, table_pages), np.int32),
-    context=np.zeros(count, np.int32),
+    head_tokens=np.zeros(count, np.int32),
+    head_pages=np.zeros(count, np.int32),
+    own_tokens=np.zeros(count, np.int32),
   )
   for index, (tokens, start, pages, before) in enumerate(pieces):
     length = len(tokens)
@@ -90,7 +92,7 @@ def _rows(pieces, *, width=8, table_pages=0, page=_PAGE):
     rows.segment_ids[index, :length] = 1
     rows.write[index, : len(pages)] = pages
     rows.table[index, : len(before)] = before
-    rows.context[index] = start
+    rows.own_tokens[index] = start
   return rows
 
 

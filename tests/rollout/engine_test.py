@@ -996,7 +996,7 @@ class PartsTest(parameterized.TestCase):
       got = _trajectories(_generate(engine))
     rows = [call.args[2] for call in prefill.call_args_list]
     self.assertEqual({r.tokens.shape for r in rows}, {(1, 8)})
-    self.assertGreater(max(int(r.context.max()) for r in rows), 16)
+    self.assertGreater(max(int(r.own_tokens.max()) for r in rows), 16)
     self.assertGreater(len({r.table.shape[1] for r in rows}), 1)
     self.assertGreater(engine.stats.preemptions, 0)
     self.assertLess(_worst(got), 1e-4)
@@ -1090,17 +1090,41 @@ class LanesTest(parameterized.TestCase):
 
   def test_where_prefixes_are_longer_than_prompts(self):
     """Samples that are read again have their responses in them."""
-    engine = _engine(**self.shape | dict(update="recompute"))
-    same = PolicySnapshot(1, dict(_snapshot().params))
-    got, chunks = self._run(engine, fetch=_fetch_in_turn(_snapshot(), same))
-    self._check(got)
-    self.assertEqual(engine.stats.swaps, 1)
+    engine = _engine(
+      **self.shape | dict(cache_tokens=46 * 8, extra_samples=0, stop_ids=())
+    )
+    rng = np.random.default_rng(0)
+    prompts = [
+      Prompt(str(i), rng.integers(_VOCAB, size=150, dtype=np.int32), {})
+      for i in range(3)
+    ]
+    with mock.patch.object(self, "prompts", return_value=prompts):
+      got, chunks = self._run(engine)
+    self.assertLess(_worst(_trajectories(got), width=176), 1e-4)
+    self.assertGreater(engine.stats.preemptions, 0)
     # Those have no lane, however many are free.
     longer = [chunk.head_pages > 19 for chunk in chunks]
     self.assertTrue(any(map(np.any, longer)))
     for chunk, longer_here in zip(chunks, longer, strict=True):
       self.assertFalse(np.any(chunk.in_lane & longer_here))
-    self.assertIn((True,) * 8, {tuple(chunk.in_lane) for chunk in chunks})
+
+  def test_recompute_reads_a_prompt_once_for_all_its_samples(self):
+    same = PolicySnapshot(1, dict(_snapshot().params))
+    counts = {}
+    for update in ("swap", "recompute"):
+      engine = _engine(**self.shape | dict(update=update))
+      got, chunks = self._run(engine, fetch=_fetch_in_turn(_snapshot(), same))
+      self._check(got)
+      self.assertEqual(engine.stats.swaps, 1)
+      self.assertEqual(engine.stats.preemptions, 0)
+      counts[update] = engine.stats
+    swap, recompute = counts["swap"], counts["recompute"]
+    self.assertEqual(recompute.chunks, swap.chunks)
+    # All five prompts at most once more, and a chunk of each of eight samples.
+    more = recompute.prefill_tokens - swap.prefill_tokens
+    lengths = [len(prompt.tokens) - 1 for prompt in self.prompts()]
+    self.assertGreater(more, min(lengths))
+    self.assertLessEqual(more, sum(lengths) + 8 * 16)
 
   def test_with_extra_samples(self):
     # Of three samples of a prompt, a lane holds all.

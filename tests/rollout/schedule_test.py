@@ -115,10 +115,18 @@ class _Driver:
     self.schedule.give_up(group)
 
   def update(self, mode):
-    if mode == "recompute":
-      self.schedule.preempt_all()
     self.epoch += 1
     self.schedule.pool.forget(self.epoch)
+    if mode == "recompute":
+      for prefix in self.schedule.renew(self.epoch):
+        assert (prefix.epoch, prefix.read) == (self.epoch, 0)
+        self._write(prefix.tokens, prefix.pages, 0)
+        self.schedule.has_read(prefix)
+      self._check_prefixes()
+
+  def preempt_all(self):
+    for sample in reversed(tuple(self.schedule.running)):
+      self.schedule.preempt(sample)
 
   def check_all_free(self):
     assert not self.schedule.load
@@ -349,12 +357,12 @@ class OrderTest(parameterized.TestCase):
     waiting = [s.group.group_id for s in driver.schedule._waiting]
     self.assertEqual(waiting, [3, 5, 4, 0, 2])
 
-  def test_preempt_all_keeps_the_order(self):
+  def test_those_that_lose_their_pages_keep_their_order(self):
     driver = self._driver(slots=3)
     driver.submit(_group(0, samples=3))
     driver.submit(_group(1, samples=1))
     driver.round(_whole_chunk)
-    driver.schedule.preempt_all()
+    driver.preempt_all()
     self.assertEmpty(driver.schedule.running)
     self.assertEqual(self._names(driver.admit()), [(0, 0), (0, 1), (0, 2)])
     # Counted are those that had to make room.
@@ -367,7 +375,7 @@ class OrderTest(parameterized.TestCase):
     self.assertFalse(driver.schedule.begun)
     self.assertEmpty(driver.admit(only_begun=True))
     driver.round(_whole_chunk)
-    driver.schedule.preempt_all()
+    driver.preempt_all()
     driver.submit(_group(2, samples=1))
     self.assertTrue(driver.schedule.begun)
     driver.schedule.give_up(driver.groups[1])
@@ -415,7 +423,7 @@ class SharingTest(parameterized.TestCase):
     driver = self._driver()
     driver.submit(_group(0, samples=2))
     driver.round(lambda sample: ([11, 12, 13, 14 + sample.index], False))
-    driver.schedule.preempt_all()
+    driver.preempt_all()
     unread = driver.schedule.admit(driver.epoch)
     self.assertEqual(
       [prefix.tokens.tolist() for prefix in unread],
@@ -425,6 +433,22 @@ class SharingTest(parameterized.TestCase):
     self.assertEqual([prefix.read for prefix in unread], [4, 4])
     self.assertEqual(unread[0].pages[:1], unread[1].pages[:1])
     self.assertEqual([s.pending for s in driver.schedule.running], [14, 15])
+
+  def test_what_is_renewed_stays_where_it_is(self):
+    driver = self._driver()
+    driver.submit(_group(0, samples=2))
+    driver.submit(_group(1, samples=1))
+    driver.round(_whole_chunk)
+    before = [(s.prefix, list(s.pages)) for s in driver.schedule.running]
+    pages = [list(prefix.pages) for prefix, _ in before]
+    driver.update("recompute")
+    after = [(s.prefix, list(s.pages)) for s in driver.schedule.running]
+    self.assertEqual(after, before)
+    self.assertEqual([prefix.pages for prefix, _ in after], pages)
+    self.assertLen(driver.schedule.renew(driver.epoch), 2)
+    # Samples of the prompt that enter now take it, too.
+    driver.preempt_all()
+    self.assertEqual(driver.schedule.preemptions, 0)
 
   def test_prompts_that_begin_alike_share_full_pages(self):
     schedule = _schedule()
