@@ -78,6 +78,8 @@ class Evaluator:
     groups, _ = self._engine.generate(
       self._prompts, first_group_id=0, fetch=lambda: snapshot
     )
+    # Until the next evaluation they would take room from the sampler.
+    self._engine.release()
     return groups
 
   def judge(self, scored: Sequence[TrajectoryGroup]) -> Evaluation:

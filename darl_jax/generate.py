@@ -8,14 +8,14 @@ for answer in model.generate(["What is 2 + 3?", "Name a colour."]):
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from darl_jax.config import ModelConfig, RolloutConfig
+from darl_jax.config import ConfigError, ModelConfig, RolloutConfig
 from darl_jax.models import presets, published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.chat import ChatTokenizer
@@ -71,8 +71,19 @@ class Generator:
 
     Raises:
       ConfigError: The model is not there or not supported, the devices do not
-        fit it, or a stop string is empty.
+        fit it, or an argument has no such value: all of those at once.
     """
+    _check(
+      dict(
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        samples=samples,
+        slots=slots,
+        tensor=tensor,
+      ),
+      dtype,
+      cache_dtype,
+    )
     sampling = sampling or Sampling(temperature=1.0)
     path = published.locate(os.fspath(model))
     config = ModelConfig(
@@ -99,7 +110,8 @@ class Generator:
         prompts_per_batch=slots,
         samples_per_prompt=samples,
         max_response_tokens=max_response_tokens,
-        chunk_tokens=16,
+        # A page of a TPU's tiles, which are longer in int8.
+        chunk_tokens=32 if cache_dtype == "int8" else 16,
         slots=slots,
         cache_tokens=0,
         prefill_tokens=max(256, max_prompt_tokens),
@@ -118,7 +130,6 @@ class Generator:
       stop_ids=self.tokenizer.stop_ids,
       pad_id=self.tokenizer.pad_id,
       seed=seed,
-      sampling=sampling,
       stops=stops,
     )
 
@@ -161,3 +172,31 @@ class Generator:
     if isinstance(prompt, str):
       return self.tokenizer.encode_prompt(prompt)
     return np.asarray(prompt, np.int32)
+
+
+def _check(counts: Mapping[str, int], dtype: str, cache_dtype: str) -> None:
+  """Raises ConfigError for arguments of ``Generator`` that cannot be."""
+  problems = [
+    f"{name} = {count} must be an integer of at least 1. Try {name}=1."
+    for name, count in counts.items()
+    if not isinstance(count, int) or count < 1
+  ]
+  devices, tensor = jax.device_count(), counts["tensor"]
+  if not problems and devices % tensor:
+    most = max(
+      n for n in range(1, devices + 1) if devices % n == 0 and n <= tensor
+    )
+    problems.append(
+      f"tensor = {tensor} does not divide the {devices} devices. Try "
+      f"tensor={most}."
+    )
+  for name, value, known in (
+    ("dtype", dtype, ("float32", "bfloat16")),
+    ("cache_dtype", cache_dtype, ("", "float32", "bfloat16", "int8")),
+  ):
+    if value not in known:
+      problems.append(
+        f"{name} = {value!r} is none of {known}. Try {known[0]!r}."
+      )
+  if problems:
+    raise ConfigError(problems)

@@ -251,7 +251,7 @@ class Sides:
       config.objective,
       mesh=meshes.train,
       temperature=self.temperature,
-      truncated=config.rollout.truncates,
+      truncated=False,
       num_steps=1,
       publish_dtype=jnp.dtype(dtype),
     )
@@ -261,7 +261,13 @@ class Sides:
     )
     self._engine = Engine(
       policy,
-      dataclasses.replace(config.rollout, dtype=dtype, stop_strings=()),
+      dataclasses.replace(
+        config.rollout,
+        dtype=dtype,
+        cache_dtype="",
+        # The log-probs that others expect are of all tokens.
+        **dict(top_k=0, top_p=1.0, min_p=0.0, stop_strings=()),
+      ),
       mesh=meshes.rollout,
       max_prompt_tokens=config.prompts.max_tokens,
       stop_ids=stop_ids,

@@ -128,3 +128,16 @@ class GeneratorTest(parameterized.TestCase):
     [answer] = model.generate([np.arange(10, 14, dtype=np.int32)])
     self.assertTrue(np.all(np.isfinite(answer.behavior_logprobs)))
     self.assertEqual(model._snapshot.params["embedding"].dtype, jnp.bfloat16)
+
+  def test_every_argument_that_cannot_be_is_named(self):
+    with self.assertRaises(ConfigError) as caught:
+      Generator(_model(), samples=0, slots=-1, tensor=0, dtype="float16")
+    message = str(caught.exception)
+    for part in ("samples = 0", "slots = -1", "tensor = 0", "'float16'"):
+      self.assertIn(part, message)
+    with self.assertRaisesRegex(ConfigError, "tensor = 3 .* Try tensor=2"):
+      Generator(_model(), tensor=3)
+    with self.assertRaisesRegex(ConfigError, "tensor = 16 .* Try tensor=8"):
+      Generator(_model(), tensor=16)
+    with self.assertRaisesRegex(ConfigError, "cache_dtype = 'int4'"):
+      Generator(_model(), cache_dtype="int4")

@@ -314,7 +314,7 @@ def attend_pages(
 
   Args:
     query: [B, 1, N, H].
-    spans: Attended to one by one; none may be empty for all.
+    spans: Attended to one by one; a row may have nothing in any of them.
     layer: int32 [], of the spans.
     tail: Keys and values [B, M, C, H] and mask bool [B, 1, C] of what comes
       behind the spans; of each row there is something.

@@ -34,9 +34,10 @@ class Actor:
     Args:
       engine: Generates; nobody else uses it.
       prompts: Batches of prompts, without end.
-      exclusive: Held while generating. Whoever else runs programs on the
-        rollout mesh holds it too: devices that meet programs with collectives
-        in different orders wait for each other for ever.
+      exclusive: Held while programs are dispatched; the last may still run
+        when it is let go. Whoever else runs programs on the rollout mesh holds
+        it too: devices that meet programs with collectives in different orders
+        wait for each other for ever.
       fetch: The newest snapshot on the rollout mesh.
       reserve: Asks for room for a number of groups, waiting at most so many
         seconds; true once granted.
@@ -59,7 +60,7 @@ class Actor:
     self._thread.start()
 
   def stop(self, timeout_s: float = 8.0) -> None:
-    """Ends the thread after the chunk that it is decoding.
+    """Ends the thread; the chunk that it has begun is of no use then.
 
     Groups in flight are given up: their prompts stay counted as in flight.
 

@@ -3,7 +3,7 @@
 Samples decode in a fixed number of slots. Between two chunks of tokens those
 that have ended leave and waiting ones enter, new weights are taken up, and
 pages are given out; shapes stay the same, so that each program compiles once
-for each width of its page tables.
+for each width of its page tables, when it is first wanted.
 """
 
 import dataclasses
@@ -126,7 +126,6 @@ class Engine:
     stop_ids: tuple[int, ...],
     pad_id: int,
     seed: int,
-    sampling: Sampling | None = None,
     stops: Callable[[Sequence[int], int], int | None] | None = None,
   ):
     """Compiles nothing yet, and allocates nothing.
@@ -140,7 +139,6 @@ class Engine:
       pad_id: Fills what nobody reads.
       seed: Of the sampling keys; a request's tokens follow from seed, group
         and sample alone.
-      sampling: How tokens are drawn; None draws as ``config`` says.
       stops: Where ``config.stop_strings`` end a response: takes its tokens and
         how many of them are new, and returns how many to keep, or None. None
         where there are no such strings.
@@ -151,7 +149,9 @@ class Engine:
     """
     if bool(config.stop_strings) != (stops is not None):
       raise ValueError(
-        f"rollout.stop_strings = {config.stop_strings}, and stops = {stops}"
+        f"rollout.stop_strings = {config.stop_strings!r} and stops = {stops}: "
+        "strings need a function that finds them "
+        "(prompts.stop_strings.StopStrings), and without strings it is None"
       )
     self.config = config
     self._stops = stops
@@ -162,8 +162,7 @@ class Engine:
     self._page = config.chunk_tokens
     self._decoder = Decoder(
       policy,
-      sampling=sampling
-      or Sampling(
+      sampling=Sampling(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
@@ -204,6 +203,8 @@ class Engine:
     self._epoch = 0
     # Mean length of the last responses to a prompt, by its tokens.
     self._lengths: dict[bytes, float] = {}
+    # Bits of the last chunk's tokens, by sample.
+    self._supports: list[tuple[Sample, np.ndarray]] = []
     self._in_flight: _InFlight | None = None
     self._busy_since: float | None = None
     # A piece of a row begins at a page's first slot.
@@ -279,7 +280,8 @@ class Engine:
   def step(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Takes up the chunk that was begun last, and begins the next one.
 
-    What the caller does between two calls overlaps with that chunk.
+    What the caller does between two calls overlaps with that chunk, where
+    programs run beside their caller (``meshes.prepare_cpu`` says where not).
 
     Args:
       snapshot: The newest, placed as ``Placement`` does. The next chunk's
@@ -294,16 +296,20 @@ class Engine:
         groups are given up.
     """
     start = self._busy_since or time.monotonic()
+    complete: list[Group] = []
     try:
       complete = self._finish_chunk()
       self._begin_chunk(snapshot)
+      # While the devices work on the next chunk.
+      self._keep_supports()
+      done = [self._deliver(group) for group in complete]
     except BaseException:
       self.give_up()
+      for group in complete:
+        self._count_aborted(group.samples)
       # They may be donated already, or half written.
-      self._pages = self._snapshot = None
+      self.release()
       raise
-    # While the devices work on the next chunk.
-    done = [self._deliver(group) for group in complete]
     end = time.monotonic()
     self._busy_since = end if self._in_flight else None
     self.stats = dataclasses.replace(
@@ -329,8 +335,15 @@ class Engine:
       fetch: The newest snapshot, placed; asked before every chunk.
 
     Raises:
+      RuntimeError: Other groups are pending, whose answers would be lost.
       ValueError: As ``submit`` does, before anything is generated.
     """
+    if self.pending:
+      raise RuntimeError(
+        f"{self.pending} groups are pending, {min(self._groups)} the first: an "
+        "engine answers one stream at a time. Exhaust or close the other one "
+        "first."
+      )
     try:
       for index, prompt in enumerate(prompts):
         self.submit(prompt, first_group_id + index)
@@ -355,9 +368,20 @@ class Engine:
   def give_up(self) -> None:
     """Forgets all groups that are pending."""
     self._in_flight = self._busy_since = None
+    self._supports = []
     for group, _ in tuple(self._groups.values()):
       self._forget(group)
       self._count_aborted(group.samples)
+
+  def release(self) -> None:
+    """Lets the cache and the weights go, until something is generated again.
+
+    Raises:
+      RuntimeError: Groups are pending.
+    """
+    if self.pending:
+      raise RuntimeError(f"{self.pending} groups are pending")
+    self._pages = self._snapshot = None
 
   def _forget(self, group: Group) -> None:
     _, schedule = self._groups.pop(group.group_id)
@@ -617,32 +641,14 @@ class Engine:
       return []
     chunk, self._in_flight = self._in_flight, None
     sampled, version = jax.tree.map(np.asarray, chunk.sampled), chunk.version
-    complete = []
+    ended = []
     for row, sample in chunk.rows.items():
-      room = sample.group.limit - len(sample.tokens)
-      tokens = sampled.tokens[row, :room].tolist()
-      stop = next(
-        (i for i, t in enumerate(tokens) if t in self._stop_ids), None
-      )
-      if stop is not None:
-        sample.stopped = True
-        tokens = tokens[: stop + 1]
-      sample.tokens += tokens
-      if self._stops is not None:
-        kept = self._stops(sample.tokens, len(tokens))
-        if kept is not None:
-          sample.stopped = True
-          del tokens[len(tokens) - (len(sample.tokens) - kept) :]
-          del sample.tokens[kept:]
-      sample.logprobs += sampled.logprobs[row, : len(tokens)].tolist()
-      sample.entropy += sampled.entropy[row, : len(tokens)].tolist()
-      sample.versions += [version] * len(tokens)
-      if sampled.support is not None:
-        sample.supports.append(
-          SupportMask.of(sampled.support[row, : len(tokens)])
-        )
-      if not sample.ended:
-        continue
+      count = self._extend(sample, row, sampled, version)
+      if sample.ended:
+        ended.append((count, sample.group.group_id, sample.index, sample))
+    complete = []
+    # In the order in which they sampled their last tokens.
+    for *_, sample in sorted(ended, key=lambda each: each[:3]):
       group, schedule = self._groups[sample.group.group_id]
       schedule.leave(sample)
       group.ended.append(sample)
@@ -653,6 +659,37 @@ class Engine:
     for group in complete:
       self._forget(group)
     return complete
+
+  def _extend(
+    self, sample: Sample, row: int, sampled: Sampled, version: int
+  ) -> int:
+    """Adds a row's tokens to its sample; how many there were to add."""
+    room = sample.group.limit - len(sample.tokens)
+    tokens = sampled.tokens[row, :room].tolist()
+    stop = next((i for i, t in enumerate(tokens) if t in self._stop_ids), None)
+    if stop is not None:
+      sample.stopped = True
+      tokens = tokens[: stop + 1]
+    sample.tokens += tokens
+    count = len(tokens)
+    if self._stops is not None:
+      kept = self._stops(sample.tokens, count)
+      if kept is not None:
+        sample.stopped = True
+        count -= len(sample.tokens) - kept
+        del sample.tokens[kept:]
+    sample.logprobs += sampled.logprobs[row, :count].tolist()
+    sample.entropy += sampled.entropy[row, :count].tolist()
+    sample.versions += [version] * count
+    if sampled.support is not None:
+      self._supports.append((sample, sampled.support[row, :count]))
+    return count
+
+  def _keep_supports(self) -> None:
+    """Packs what the last chunk drew from."""
+    for sample, bits in self._supports:
+      sample.supports.append(SupportMask.of(bits))
+    self._supports = []
 
   def _deliver(self, group: Group) -> TrajectoryGroup:
     chosen = sorted(group.ended[: group.wanted], key=lambda s: s.index)

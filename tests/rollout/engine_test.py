@@ -1,5 +1,6 @@
 """Prompts and snapshots in, trajectory groups out."""
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -110,6 +111,8 @@ def _engine(
     dtype="float32",
     cache_dtype="",
   )
+  if sampling is not None:
+    fields |= dataclasses.asdict(sampling)
   with mock.patch.object(engine_lib, "Decoder", decoder):
     return Engine(
       _policy(),
@@ -119,7 +122,6 @@ def _engine(
       stop_ids=stop_ids,
       pad_id=pad_id,
       seed=seed,
-      sampling=sampling,
       stops=stops,
     )
 
@@ -533,10 +535,6 @@ class SupportTest(parameterized.TestCase):
     for trajectory in _trajectories(_generate()):
       self.assertIsNone(trajectory.support_mask)
 
-  def test_an_explicit_sampling_comes_first(self):
-    engine = _engine(top_k=2, sampling=Sampling(temperature=1.0))
-    self.assertEqual(_tokens(_generate(engine)), _tokens(_generate()))
-
 
 def _stops(tokens, new):
   """Ends a response after two even tokens in a row, or after token 5."""
@@ -753,8 +751,8 @@ class ExtraSamplesTest(parameterized.TestCase):
     for group, all_four in zip(groups, _alone(), strict=True):
       lengths = [t.num_sampled for t in all_four.trajectories]
       chunks = [-(-length // _CHUNK) for length in lengths]
-      # Together from the first chunk; of those that end in one, any may do.
-      order = sorted(range(4), key=lambda i: (chunks[i], i))
+      # Together from the first chunk on.
+      order = sorted(range(4), key=lambda i: (lengths[i], i))
       kept = sorted(order[:2])
       chosen_others += kept != [0, 1]
       self.assertEqual(
@@ -780,6 +778,54 @@ class ExtraSamplesTest(parameterized.TestCase):
     self.assertEqual(stats.tokens, 4 * 2 * _LIMIT)
     self.assertEqual(stats.aborted, 4)
     self.assertEqual(stats.aborted_tokens, 4 * _LIMIT)
+
+
+class PendingTest(parameterized.TestCase):
+  def test_one_stream_at_a_time(self):
+    engine = _engine(slots=1)
+    first = engine.stream(_prompts(), first_group_id=0, fetch=_snapshot)
+    got = [next(first)]
+    with self.assertRaisesRegex(RuntimeError, "groups are pending"):
+      next(engine.stream(_prompts(), first_group_id=10, fetch=_snapshot))
+    with self.assertRaisesRegex(RuntimeError, "groups are pending"):
+      engine.release()
+    got += first
+    self.assertLen(got, 4)
+    self.assertEqual(
+      _tokens(sorted(got, key=lambda g: g.group_id)), _tokens(_alone())
+    )
+
+  def test_what_is_released_is_made_again(self):
+    engine = _engine()
+    _generate(engine)
+    engine.release()
+    self.assertIsNone(engine._pages)
+    self.assertIsNone(engine._snapshot)
+    self.assertEqual(_tokens(_generate(engine)), _tokens(_alone()))
+
+  def test_the_same_weights_may_get_another_version(self):
+    engine = _engine(stop_ids=())
+    first = _snapshot()
+    snapshots = _fetch_in_turn(first, PolicySnapshot(7, first.params))
+    got = _trajectories(_generate(engine, fetch=snapshots))
+    self.assertEqual(
+      {v for t in got for v in t.policy_version[t.loss_mask].tolist()}, {0, 7}
+    )
+    self.assertEqual(engine.stats.swaps, 0)
+
+  def test_what_was_complete_when_a_step_fails_is_counted(self):
+    engine = _engine(stop_ids=tuple(range(_VOCAB)))
+    for index, prompt in enumerate(_prompts()):
+      engine.submit(prompt, index)
+    engine.step(_snapshot())
+    with (
+      mock.patch.object(engine, "_begin_chunk", side_effect=ZeroDivisionError),
+      self.assertRaises(ZeroDivisionError),
+    ):
+      engine.step(_snapshot())
+    self.assertEqual(engine.pending, 0)
+    self.assertEqual(engine.stats.aborted, 16)
+    self.assertEqual(engine.stats.aborted_tokens, 16)
 
 
 class StatsTest(parameterized.TestCase):
@@ -824,11 +870,14 @@ class StatsTest(parameterized.TestCase):
 
   def test_what_is_given_up_is_counted(self):
     engine = _engine(stop_ids=(), slots=20)
-    stream = engine.stream(_prompts(), first_group_id=0, fetch=_snapshot)
+    for index, prompt in enumerate(_prompts()):
+      engine.submit(prompt, index)
     engine.submit(_prompts()[0], 77, max_tokens=3)
-    # The first to end was not asked for by the stream, which gives all up.
-    self.assertEqual(next(stream).group_id, 77)
-    stream.close()
+    done = []
+    while not done:
+      done = engine.step(_snapshot())
+    self.assertEqual([group.group_id for group in done], [77])
+    engine.give_up()
     _check_idle(engine)
     self.assertEqual(engine.stats.tokens, 4 * 3)
     self.assertEqual(engine.stats.aborted, 16)

@@ -29,9 +29,9 @@ its waits, at 1.5 GHz (v5e) and at 1.75 GHz on two cores (v5p).
   ========================  ====  ===  =======  ========  ========
   configuration, chip       rows  M    context  bytes     schedule
   ========================  ====  ===  =======  ========  ========
-  Qwen3-8B, v5p, tensor 4   40    2    8,192    0.121 ms  0.054 ms
-  Qwen3-1.7B, v5e           3     8    4,096    0.061 ms  0.019 ms
-  Qwen3-32B, v6e, tensor 8  16    1    4,096    0.020 ms  unknown
+  Qwen3-8B, v5p, tensor 4   64    2    8,192    0.194 ms  0.086 ms
+  Qwen3-1.7B, v5e           8     8    4,096    0.163 ms  0.051 ms
+  Qwen3-32B, v6e, tensor 8  32    1    4,096    0.040 ms  unknown
   ========================  ====  ===  =======  ========  ========
 
 The schedule's share of the bytes' time is 0.7 in float32, whose products take
