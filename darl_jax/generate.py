@@ -7,6 +7,7 @@ for answer in model.generate(["What is 2 + 3?", "Name a colour."]):
   print(model.text(answer))
 """
 
+import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -179,7 +180,7 @@ def _check(counts: Mapping[str, int], dtype: str, cache_dtype: str) -> None:
   problems = [
     f"{name} = {count} must be an integer of at least 1. Try {name}=1."
     for name, count in counts.items()
-    if not isinstance(count, int) or count < 1
+    if not isinstance(count, numbers.Integral) or count < 1
   ]
   devices, tensor = jax.device_count(), counts["tensor"]
   if not problems and devices % tensor:

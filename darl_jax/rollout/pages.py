@@ -56,8 +56,6 @@ class PagePool:
   Attributes:
     num_pages: Of the arrays, page 0 included.
     page_tokens: Slots of a page.
-    hits: Full pages that calls of ``match`` found.
-    misses: Full pages that they asked for and did not find.
   """
 
   def __init__(self, num_pages: int, page_tokens: int):
@@ -72,8 +70,6 @@ class PagePool:
       raise ValueError(f"{page_tokens} slots per page: at least 1")
     self.num_pages = num_pages
     self.page_tokens = page_tokens
-    self.hits = 0
-    self.misses = 0
     self._references = [0] * num_pages
     self._free = list(range(num_pages - 1, 0, -1))
     # In the order of eviction. A plain dict would keep the slots of what was
@@ -177,8 +173,6 @@ class PagePool:
     for page in pages:
       self._references[page] += 1
       self._cached.pop(page, None)
-    self.hits += len(pages)
-    self.misses += len(keys) - len(pages)
     return pages
 
   def register(

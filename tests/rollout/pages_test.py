@@ -240,15 +240,6 @@ class PrefixTest(parameterized.TestCase):
     self.assertEqual(pool.allocate(1), second)
     self.assertEqual(pool.match(0, _tokens(1, 2)), first)
 
-  def test_counts_hits_and_misses_in_full_pages(self):
-    pool = PagePool(9, _SIZE)
-    _cache(pool, 0, _tokens(1, 2, 3, 4, 5))
-    self.assertEqual((pool.hits, pool.misses), (0, 2))
-    pool.match(0, _tokens(1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9))
-    self.assertEqual((pool.hits, pool.misses), (2, 5))
-    pool.match(0, _tokens(1))
-    self.assertEqual((pool.hits, pool.misses), (2, 5))
-
   def test_refuses_too_few_pages(self):
     pool = PagePool(4, _SIZE)
     pages = pool.allocate(1)
@@ -464,14 +455,6 @@ class ForgetTest(parameterized.TestCase):
     self.assertEqual(pool.match(5, _tokens(1, 2)), pages)
     pool.check()
 
-  def test_a_forgotten_version_counts_as_missed(self):
-    pool = PagePool(4, _SIZE)
-    _cache(pool, 0, _tokens(1, 2, 3, 4))
-    pool.forget(1)
-    before = pool.misses
-    pool.match(0, _tokens(1, 2, 3, 4))
-    self.assertEqual((pool.hits, pool.misses - before), (0, 2))
-
   def test_long_sequences(self):
     # No call may recurse through a sequence: this one exceeds Python's stack.
     length = 5000
@@ -571,7 +554,6 @@ class Model:
     self.last_use = {}  # Page: time.
     self.time = 0
     self.oldest = None
-    self.hits = self.misses = 0
     self.events = collections.Counter()
 
   def cached(self) -> list[int]:
@@ -645,8 +627,6 @@ class Model:
         break
       pages.append(page)
     self.take(pages)
-    self.hits += len(pages)
-    self.misses += full - len(pages)
     self.events["hit"] += len(pages)
     return pages
 
@@ -817,7 +797,6 @@ class Driver:
     pool, model = self.pool, self.model
     pool.check()
     assert pool.available == model.available()
-    assert (pool.hits, pool.misses) == (model.hits, model.misses)
     held = collections.Counter(p for s in self.sequences for p in s[2])
     for page in range(1, pool.num_pages):
       assert pool._references[page] == model.references[page] == held[page]
