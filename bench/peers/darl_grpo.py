@@ -70,7 +70,7 @@ def _config(job: grpo_protocol.Job) -> config_lib.RunConfig:
       prompts_per_batch=job.prompts_per_step,
       samples_per_prompt=job.samples_per_prompt,
       max_response_tokens=job.response_tokens,
-      chunk_tokens=32,
+      chunk_tokens=16,
       prefill_tokens=256,
     )
   )
