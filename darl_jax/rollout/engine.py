@@ -429,16 +429,18 @@ class Engine:
   def _take_up(self, snapshot: PolicySnapshot) -> bool:
     """Whether the newest weights are held: not while samples must end first."""
     held = self._snapshot
+    begun = any(schedule.begun for schedule in self._schedules)
+    waits = begun and self.config.update == "drain"
     if held is not None and held.params is snapshot.params:
-      self._snapshot = snapshot
+      if not waits:
+        self._snapshot = snapshot
       return True
     if isinstance(snapshot.params["layers"], tuple) != self._decoder.unstacked:
       raise ValueError(
         "the snapshot's parameters are not as the sampler takes them on this "
         "mesh: rollout.placement.Placement puts them there"
       )
-    begun = any(schedule.begun for schedule in self._schedules)
-    if begun and self.config.update == "drain":
+    if waits:
       return False
     running = any(schedule.running for schedule in self._schedules)
     self._snapshot = snapshot

@@ -812,6 +812,11 @@ class PendingTest(parameterized.TestCase):
       {v for t in got for v in t.policy_version[t.loss_mask].tolist()}, {0, 7}
     )
     self.assertEqual(engine.stats.swaps, 0)
+    # But a drained sample has one.
+    engine = _engine(stop_ids=(), update="drain")
+    snapshots = _fetch_in_turn(first, PolicySnapshot(7, first.params))
+    for t in _trajectories(_generate(engine, fetch=snapshots)):
+      self.assertLen(set(t.policy_version.tolist()), 1)
 
   def test_what_was_complete_when_a_step_fails_is_counted(self):
     engine = _engine(stop_ids=tuple(range(_VOCAB)))
