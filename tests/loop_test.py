@@ -692,16 +692,15 @@ class AdapterTest(parameterized.TestCase):
     ended = adapted()
     run = ended.run
     _, shardings = lora.split(run.learner.param_shardings)
-    model = by_name(
-      published.load(
-        model_folder("llama-tied"), run.config.model, shardings=shardings
-      )
+    model = published.load(
+      model_folder("llama-tied"), run.config.model, shardings=shardings
     )
-    sampler = by_name(sampled_with(run))
     learner = by_name(run.learner.frozen)
-    self.assertEqual(learner.keys(), model.keys())
-    for name, leaf in model.items():
+    self.assertEqual(learner.keys(), by_name(model).keys())
+    for name, leaf in by_name(model).items():
       np.testing.assert_array_equal(learner[name], leaf, name)
+    sampler = by_name(run._newest_on_rollout_mesh().params)
+    for name, leaf in by_name(run.policy.unstacked(model)).items():
       np.testing.assert_array_equal(sampler[name], leaf, name)
 
   def test_adapters_are_trained_saved_and_sampled_with(self):
