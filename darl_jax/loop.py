@@ -510,12 +510,14 @@ class Run:
     ``rollout.update`` "recompute" that is what sampled it; with "swap" the
     earlier keys and values were others. As often as answers are evaluated.
     """
+    if pool.version % self.config.evaluate.every:
+      return {}
     mixed = [
       entry
       for entry in pool.entries
       if entry.trajectory.policy_version[-1] != entry.trajectory.begun_by
     ][-_NUM_MIXED:]
-    if not mixed or pool.version % self.config.evaluate.every:
+    if not mixed:
       return {}
     plan = self._plan(mixed)
     batches = list(plan.batches)

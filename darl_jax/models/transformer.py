@@ -142,14 +142,19 @@ def _product_backward(cut, saved, cotangent):
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _transposed_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """x [tokens, inputs] times the transpose of a kernel [outputs, inputs].
+def _outputs_first_product(
+  x: jax.Array, kernel: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+  """[outputs, tokens] of x [tokens, inputs] and a kernel [outputs, inputs].
 
   XLA for CPUs copies the second factor of a product into tiles at each call, so
   the small one must be it, and would itself swap the factors back.
   """
   inputs = jax.lax.optimization_barrier(x.T)
-  return jax.lax.optimization_barrier(kernel.astype(x.dtype) @ inputs).T
+  product = jnp.matmul(
+    kernel.astype(x.dtype), inputs, preferred_element_type=dtype
+  )
+  return jax.lax.optimization_barrier(product)
 
 
 def _project(
@@ -179,7 +184,8 @@ def _project(
   if layout.outputs_first:
     outputs = values.shape[: values.ndim - num_inputs]
     matrix = values.reshape(math.prod(outputs), -1)
-    product = _transposed_product(x.reshape(-1, matrix.shape[1]), matrix)
+    rows = x.reshape(-1, matrix.shape[1])
+    product = _outputs_first_product(rows, matrix, x.dtype).T
   else:
     outputs = values.shape[num_inputs:]
     rows = x.reshape(-1, math.prod(values.shape[:num_inputs]))
@@ -648,14 +654,16 @@ class Policy:
     self, params: Params, hidden: jax.Array, *, vocab_first: bool
   ) -> jax.Array:
     """float32 [B, V] of hidden states [B, D]; [V, B] where ``vocab_first``,
-    which is faster on CPUs (``_transposed_product``)."""
-    unembedding = self.unembedding(params).astype(hidden.dtype)
-    float32 = dict(preferred_element_type=jnp.float32)
-    if not vocab_first:
-      return jnp.einsum("bd,vd->bv", hidden, unembedding, **float32)
-    inputs = jax.lax.optimization_barrier(hidden.T)
-    logits = jnp.einsum("vd,db->vb", unembedding, inputs, **float32)
-    return jax.lax.optimization_barrier(logits)
+    which is faster on CPUs (``_outputs_first_product``)."""
+    unembedding = self.unembedding(params)
+    if vocab_first:
+      return _outputs_first_product(hidden, unembedding, jnp.float32)
+    return jnp.einsum(
+      "bd,vd->bv",
+      hidden,
+      unembedding.astype(hidden.dtype),
+      preferred_element_type=jnp.float32,
+    )
 
   def unembedding(self, params: Params) -> jax.Array:
     """[V, D], the embedding itself where tied."""

@@ -607,16 +607,15 @@ class Engine:
     count = self._slots // size if self._may_share else 0
     for replica, samples in enumerate(reserved):
       first = replica * self._slots
-      free = list(range(first, first + self._slots))
       together, rest = self._together(samples)
       here: list[Prefix | None] = [None] * count
       for lane, each in enumerate(together[:count]):
         here[lane] = each[0].prefix
-        start = first + lane * size
-        rows.update(enumerate(each, start))
-        free = [row for row in free if not start <= row < start + len(each)]
+        rows.update(enumerate(each, first + lane * size))
       lanes += here
       rest += [sample for each in together[count:] for sample in each]
+      mine = range(first, first + self._slots)
+      free = [row for row in mine if row not in rows]
       rows.update(zip(free, rest, strict=False))
     return lanes, rows
 
