@@ -80,8 +80,6 @@ def get_config() -> config_dict.ConfigDict:
       snapshot_bytes=256 * 2**20,
       trajectory_bytes=256 * 2**20,
       timeout_s=60.0,
-      length_alarm=1.25,
-      advantage_alarm=5.0,
     )
   )
   config.objective = config_dict.ConfigDict(
@@ -119,7 +117,6 @@ def get_config() -> config_dict.ConfigDict:
       rows=64,
       row_tokens=48,
       score_rows=32,
-      parity_alarm=0.01,
     )
   )
   config.mesh = config_dict.ConfigDict(
@@ -130,5 +127,23 @@ def get_config() -> config_dict.ConfigDict:
   )
   config.evaluate = config_dict.ConfigDict(
     dict(every=200, num_prompts=512, temperature=0.0)
+  )
+  config.watch = config_dict.ConfigDict(
+    dict(
+      window=20,
+      patience=3,
+      repeat_every=200,
+      stop_on=("non_finite",),
+      stop_after=10,
+      min_ess_fraction=0.5,
+      max_parity_p95=0.01,
+      max_length_ratio=1.25,
+      max_advantage_bias=5.0,
+      min_entropy=0.02,
+      min_entropy_fraction=0.05,
+      reward_margin=0.01,
+      max_lost_fraction=0.95,
+      max_grad_norm_ratio=20.0,
+    )
   )
   return config

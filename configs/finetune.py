@@ -63,9 +63,9 @@ def get_config(model: str = "") -> config_dict.ConfigDict:
       rows=256,
       row_tokens=longest,
       score_rows=32,
-      # Sampler and learner both round to bfloat16, each in its own order.
-      parity_alarm=0.1,
     )
   )
   config.evaluate.update(dict(every=50, num_prompts=256))
+  # Sampler and learner both round to bfloat16, each in its own order.
+  config.watch.max_parity_p95 = 0.1
   return config

@@ -271,10 +271,6 @@ class ReplayConfig:
     snapshot_bytes: Budget of host memory for snapshots' parameters.
     trajectory_bytes: Budget of host memory for trajectories.
     timeout_s: Longest wait for min_batch before the run fails, diagnosed.
-    length_alarm: Alarm when the mean lengths of kept and pool differ by more
-      than this factor.
-    advantage_alarm: Alarm when the mean advantages of kept and pool differ by
-      more than this many standard errors of a uniform draw.
   """
 
   num_snapshots: int
@@ -295,8 +291,6 @@ class ReplayConfig:
   snapshot_bytes: int
   trajectory_bytes: int
   timeout_s: float
-  length_alarm: float
-  advantage_alarm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +351,6 @@ class LearnerConfig:
     rows: Packed rows per learner step, over all its minibatches.
     row_tokens: T, tokens of a packed row.
     score_rows: Packed rows per dispatch of the scoring pass.
-    parity_alarm: Alarm when the 95th percentile of |log-prob difference|
-      between sampler and learner, in nats, is above.
   """
 
   learning_rate: float
@@ -376,7 +368,6 @@ class LearnerConfig:
   rows: int
   row_tokens: int
   score_rows: int
-  parity_alarm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,6 +418,68 @@ class EvaluateConfig:
   temperature: float
 
 
+# What ``watch.py`` looks for, by the names that watch.stop_on takes.
+ALARMS = (
+  "non_finite",
+  "empty_minibatch",
+  "ess_collapse",
+  "parity_drift",
+  "length_bias",
+  "advantage_bias",
+  "entropy_collapse",
+  "entropy_drop",
+  "reward_zero",
+  "reward_one",
+  "samples_lost",
+  "gradient_spike",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchConfig:
+  """When a run's own metrics say that something is wrong.
+
+  Attributes:
+    window: Steps over which rewards and the fates of samples are averaged, of
+      which a gradient norm is compared with the median, and the first steps,
+      whose entropy is remembered.
+    patience: Steps in a row beyond a bound before its alarm speaks, and within
+      it before it is over. At once speak gradients and averages of a window.
+    repeat_every: Steps after which an alarm that lasts speaks again.
+    stop_on: Alarms that end the run: names in ``ALARMS``; () for none.
+    stop_after: Steps in a row beyond its bound after which one of these does.
+    min_ess_fraction: Least effective sample size, as a share of the tokens; 0
+      for no bound.
+    max_parity_p95: Greatest 95th percentile of |log-prob difference| between
+      sampler and learner, nats; like every bound from here on, inf for none.
+    max_length_ratio: Greatest factor between the mean lengths of kept and pool.
+    max_advantage_bias: Greatest difference between the mean advantages of kept
+      and pool, in standard errors of a uniform draw.
+    min_entropy: Least mean entropy of a sampled token, nats; 0 for no bound.
+    min_entropy_fraction: Least entropy as a share of that of the first steps;
+      0 for no bound.
+    reward_margin: A mean reward this near to 0 or 1 has nothing to teach.
+    max_lost_fraction: Greatest share of the samples that are generated and then
+      expire or are dropped untrained.
+    max_grad_norm_ratio: Greatest gradient norm, as a multiple of the median.
+  """
+
+  window: int
+  patience: int
+  repeat_every: int
+  stop_on: tuple[str, ...]
+  stop_after: int
+  min_ess_fraction: float
+  max_parity_p95: float
+  max_length_ratio: float
+  max_advantage_bias: float
+  min_entropy: float
+  min_entropy_fraction: float
+  reward_margin: float
+  max_lost_fraction: float
+  max_grad_norm_ratio: float
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
   """A whole run.
@@ -448,6 +501,7 @@ class RunConfig:
   learner: LearnerConfig
   mesh: MeshConfig
   evaluate: EvaluateConfig
+  watch: WatchConfig
 
   @property
   def synchronous(self) -> bool:
@@ -729,8 +783,6 @@ _RANGES = {
   "replay.snapshot_bytes": _AT_LEAST_1,
   "replay.trajectory_bytes": _AT_LEAST_1,
   "replay.timeout_s": _POSITIVE,
-  "replay.length_alarm": _AT_LEAST_1,
-  "replay.advantage_alarm": _POSITIVE,
   "objective.reward_tolerance": _Range(0, 1, open_high=True),
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,
@@ -754,7 +806,6 @@ _RANGES = {
   "learner.rows": _AT_LEAST_1,
   "learner.row_tokens": _Range(2),
   "learner.score_rows": _AT_LEAST_1,
-  "learner.parity_alarm": _POSITIVE,
   "mesh.train.data": _AT_LEAST_1,
   "mesh.train.fsdp": _AT_LEAST_1,
   "mesh.train.tensor": _AT_LEAST_1,
@@ -763,6 +814,19 @@ _RANGES = {
   "evaluate.every": _AT_LEAST_1,
   "evaluate.num_prompts": _AT_LEAST_1,
   "evaluate.temperature": _AT_LEAST_0,
+  "watch.window": _AT_LEAST_1,
+  "watch.patience": _AT_LEAST_1,
+  "watch.repeat_every": _AT_LEAST_1,
+  "watch.stop_after": _AT_LEAST_1,
+  "watch.min_ess_fraction": _Range(0, 1),
+  "watch.max_parity_p95": _Range(0, open_low=True, infinite=True),
+  "watch.max_length_ratio": _Range(1, infinite=True),
+  "watch.max_advantage_bias": _Range(0, open_low=True, infinite=True),
+  "watch.min_entropy": _AT_LEAST_0,
+  "watch.min_entropy_fraction": _Range(0, 1, open_high=True),
+  "watch.reward_margin": _Range(0, 0.5, open_high=True),
+  "watch.max_lost_fraction": _Range(0, open_low=True, infinite=True),
+  "watch.max_grad_norm_ratio": _Range(1, open_low=True, infinite=True),
 }
 
 
@@ -1090,6 +1154,21 @@ def _check_warmup(c: Any) -> list[str]:
   ]
 
 
+def _check_stop_on(c: Any) -> list[str]:
+  names = c.watch.stop_on
+  unknown = [name for name in names if name not in ALARMS]
+  if not unknown:
+    return []
+  known = tuple(
+    difflib.get_close_matches(name, ALARMS, n=1, cutoff=0.0)[0]
+    for name in names
+  )
+  return [
+    f"watch.stop_on = {_shown(names)}: {_shown(unknown[0])} is no alarm. There "
+    f"are {', '.join(ALARMS)}. Try watch.stop_on={_shown(known)}."
+  ]
+
+
 _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_prompts,
   _check_batch,
@@ -1111,4 +1190,5 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_synchronous,
   _check_schedule,
   _check_warmup,
+  _check_stop_on,
 )

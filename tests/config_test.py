@@ -111,7 +111,7 @@ class ParseTest(parameterized.TestCase):
       for field in dataclasses.fields(parsed)
       if dataclasses.is_dataclass(field.type)
     ]
-    self.assertLen(groups, 13)
+    self.assertLen(groups, 14)
     for group in groups:
       name = dataclasses.fields(group)[0].name
       with self.assertRaises(dataclasses.FrozenInstanceError):
@@ -123,7 +123,7 @@ class ParseTest(parameterized.TestCase):
       for name, value in vars(config_lib).items()
       if name.endswith("Config") and dataclasses.is_dataclass(value)
     ]
-    self.assertLen(groups, 13)
+    self.assertLen(groups, 14)
     for cls in groups:
       for field in dataclasses.fields(cls):
         self.assertIs(field.default, dataclasses.MISSING, field.name)
@@ -317,6 +317,11 @@ class RangesTest(parameterized.TestCase):
         "objective.dual_clip",
         "objective.max_behavior_weight",
         "learner.max_grad_norm",
+        "watch.max_parity_p95",
+        "watch.max_length_ratio",
+        "watch.max_advantage_bias",
+        "watch.max_lost_fraction",
+        "watch.max_grad_norm_ratio",
       },
     )
     for name in takes:
@@ -434,6 +439,11 @@ COMBINATIONS = (
     3e-4,
   ),
   (dict(num_steps=5), "learner.warmup_steps", 0),
+  (
+    dict(watch__stop_on=("reward_one", "non_finit")),
+    "watch.stop_on",
+    ("reward_one", "non_finite"),
+  ),
 )
 
 

@@ -26,6 +26,7 @@ LAYERS = (
     "planner",
     "parity",
     "generate",
+    "watch",
   ),
   ("loop",),
 )

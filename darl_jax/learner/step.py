@@ -222,7 +222,8 @@ class Learner:
     Returns:
       The next state, one step on, and metrics as (sum, count) pairs. A
       minibatch without a token, or with a gradient that is not finite, leaves
-      the parameters as they were and counts as skipped.
+      the parameters as they were and counts as skipped, of which those for
+      what is not finite are counted again.
     """
     shardings = self._batch_shardings(batch)
     return self._train(state, self.frozen, jax.device_put(batch, shardings))
@@ -332,7 +333,8 @@ class Learner:
     sums, entropy = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
     norm = optax.tree.norm(grads)
     tokens = jnp.sum(sums.tokens)
-    usable = (tokens > 0) & jnp.isfinite(norm) & jnp.isfinite(loss)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    usable = (tokens > 0) & finite
 
     def update(_):
       updates, new = self._optimizer.update(grads, opt_state, params)
@@ -343,7 +345,7 @@ class Learner:
     sums, entropy = jax.tree.map(
       lambda x: jnp.where(usable, x, 0.0), (sums, entropy)
     )
-    return carry, (loss, norm, usable, entropy, sums)
+    return carry, (loss, norm, usable, finite, entropy, sums)
 
   def _train_step(self, state: TrainState, frozen: Params, batch: Batch):
     microbatches = batch.tokens.shape[:2]
@@ -378,7 +380,7 @@ def _abstract(shapes: Any, shardings: Any) -> Any:
   )
 
 
-def _metrics(losses, norms, usable, entropy, sums):
+def _metrics(losses, norms, usable, finite, entropy, sums):
   """(sum, count) pairs from arrays [M] and per-version sums [M, E]."""
   minibatches = jnp.float32(losses.shape[0])
   by_version = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -388,11 +390,13 @@ def _metrics(losses, norms, usable, entropy, sums):
     jnp.square(by_version.ratio), by_version.ratio_squared
   )
   used = usable.astype(jnp.float32)
-  finite = jnp.where(usable, norms, 0.0)
+  norm = jnp.sum(jnp.where(usable, norms, 0.0))
+  non_finite = jnp.sum(jnp.logical_not(finite).astype(jnp.float32))
   return {
     "train/loss": (jnp.sum(jnp.where(usable, losses, 0.0)), minibatches),
-    "train/grad_norm": (jnp.sum(finite), jnp.sum(used)),
+    "train/grad_norm": (norm, jnp.sum(used)),
     "train/skipped": (minibatches - jnp.sum(used), jnp.float32(1)),
+    "train/non_finite": (non_finite, jnp.float32(1)),
     "train/tokens": (tokens, jnp.float32(1)),
     "train/entropy": (jnp.sum(entropy), tokens),
     "train/ratio": (total.ratio, tokens),

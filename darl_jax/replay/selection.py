@@ -183,27 +183,27 @@ def _num_eligible(config: config_lib.ReplayConfig, pool: int) -> int:
 def report(
   stats: PoolStatistics,
   kept: np.ndarray,
-  config: config_lib.ReplayConfig,
-) -> tuple[dict[str, float], list[str]]:
-  """What selection did to the pool, and whether it is biased.
+  *,
+  metric: str,
+) -> dict[str, float]:
+  """What selection did to the pool; ``watch.py`` says whether it is biased.
 
   Args:
     stats: [n] each.
     kept: Indices of what ``select`` took.
-    config: The metric that it used, and ``length_alarm`` and
-      ``advantage_alarm``. The standard error of a uniform draw of k of n,
-      without replacement, is sqrt(var / k * (n - k) / (n - 1)).
+    metric: The one that it used.
 
   Returns:
-    metrics: ``<part>_count`` and the means ``<part>_length``, ``_reward``,
-      ``_advantage``, ``_entropy``, ``_age`` and ``_metric`` for the parts kept,
-      dropped and pool; a mean over nothing is 0, beside its count of 0. The
-      mean of the metric leaves out those that have none: ``pool_excluded``.
-      ``kept_advantage_bias`` is the difference in standard errors.
-    alarms: Sentences; empty when nothing is wrong.
+    ``<part>_count`` and the means ``<part>_length``, ``_reward``,
+    ``_advantage``, ``_entropy``, ``_age`` and ``_metric`` for the parts kept,
+    dropped and pool; a mean over nothing is 0, beside its count of 0. The mean
+    of the metric leaves out those that have none: ``pool_excluded``.
+    ``kept_advantage_bias`` is the difference of kept and pool in standard
+    errors of a uniform draw of k of n, without replacement:
+    sqrt(var / k * (n - k) / (n - 1)).
   """
   n = len(stats)
-  values = mismatch(stats, metric=config.metric)
+  values = mismatch(stats, metric=metric)
   defined = np.isfinite(values)
   is_kept = np.zeros(n, bool)
   is_kept[kept] = True
@@ -231,23 +231,7 @@ def report(
   # No variance: everything was kept, or all are alike. Then nothing can shift.
   bias = shift / math.sqrt(variance) if k and variance > 1e-20 else 0.0
   metrics["kept_advantage_bias"] = bias
-
-  alarms = []
-  lengths = metrics["kept_length"], metrics["pool_length"]
-  if k and max(lengths) > config.length_alarm * min(lengths):
-    alarms.append(
-      f"selection prefers {'short' if lengths[0] < lengths[1] else 'long'} "
-      f"answers: mean length {lengths[0]:.3g} of the kept against "
-      f"{lengths[1]:.3g} of the pool."
-    )
-  if abs(bias) > config.advantage_alarm:
-    alarms.append(
-      f"selection prefers {'good' if bias > 0 else 'bad'} answers: mean "
-      f"advantage {metrics['kept_advantage']:+.3g} of the kept against "
-      f"{metrics['pool_advantage']:+.3g} of the pool, {abs(bias):.1f} standard "
-      "errors of a uniform draw."
-    )
-  return metrics, alarms
+  return metrics
 
 
 def _mean(values: np.ndarray, where: np.ndarray) -> float:

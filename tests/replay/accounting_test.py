@@ -20,8 +20,6 @@ CONFIG = config_lib.ReplayConfig(
   snapshot_bytes=2**20,
   trajectory_bytes=2**10,
   timeout_s=1.0,
-  length_alarm=1.5,
-  advantage_alarm=3.0,
 )
 
 

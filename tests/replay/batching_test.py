@@ -107,7 +107,6 @@ def make_learner(**changes) -> config_lib.LearnerConfig:
     rows=32,
     row_tokens=ROW_TOKENS,
     score_rows=4,
-    parity_alarm=0.01,
   )
   return config_lib.LearnerConfig(**{**fields, **changes})
 

@@ -40,8 +40,6 @@ def make_config(**changes) -> config_lib.ReplayConfig:
     snapshot_bytes=2**20,
     trajectory_bytes=2**20,
     timeout_s=1.0,
-    length_alarm=1.5,
-    advantage_alarm=3.0,
   )
   return config_lib.ReplayConfig(**{**fields, **changes})
 
