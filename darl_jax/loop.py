@@ -40,7 +40,14 @@ from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes, transfer
 from darl_jax.summary import RewardMeter, Summary
-from darl_jax.types import Params, PolicySnapshot, TrainState, TrajectoryGroup
+from darl_jax.types import (
+  Batch,
+  Params,
+  PolicySnapshot,
+  TrainState,
+  TrajectoryGroup,
+)
+from darl_jax.watch import Alarmed, Watch, dump_batch
 
 # Seconds between looks at whether another thread has failed.
 _POLL_S = 0.2
@@ -182,6 +189,7 @@ class Run:
     )
     self.rewards = RewardMeter()
     self.summary = Summary()
+    self.watch = Watch(config.watch)
     self.progress = metrics.Progress()
     self.state: TrainState | None = None
     self.stopping = False
@@ -271,11 +279,12 @@ class Run:
       ages = self.summary.stepped(version + 1, placed)
       self.ring.mark_trained(placed, chosen.pool)
       self._publish(version=version + 1)
-      self._report(
+      values = self._report(
         version + 1,
         {**chosen.report, **_prefixed("batch", batch_metrics), **ages},
         step_metrics,
       )
+      self._observe(version + 1, batch, values)
       last = version + 1 == config.num_steps
       if last:
         self._stop_generating()
@@ -408,9 +417,7 @@ class Run:
         f"{selection.mismatch(stats, metric=replay.metric).mean():.3g}. "
         "Try a greater replay.max_metric, or a smaller learning rate."
       )
-    report, alarms = selection.report(stats, kept, replay)
-    for alarm in alarms:
-      self.progress.alarm(alarm)
+    report = selection.report(stats, kept, metric=replay.metric)
     per_token = plan.per_token([logprobs for logprobs, _ in results])
     return Chosen(
       pool=pool,
@@ -492,15 +499,10 @@ class Run:
       logprobs = np.asarray(self.learner.score(params, batch)[0])
       behavior, mask = batch.behavior_logprobs, batch.loss_mask
     gaps = np.abs(logprobs - behavior)[mask]
-    p95, largest = float(np.quantile(gaps, 0.95)), float(np.max(gaps))
-    bound = self.config.learner.parity_alarm
-    if p95 > bound:
-      self.progress.alarm(
-        f"sampler and learner disagree: the 95th percentile of their "
-        f"log-probs' difference is {p95:.2g} nats, above "
-        f"learner.parity_alarm = {bound:g}"
-      )
-    return {"parity/p95": p95, "parity/max": largest}
+    return {
+      "parity/p95": float(np.quantile(gaps, 0.95)),
+      "parity/max": float(np.max(gaps)),
+    }
 
   def _mixed_parity(self, pool: Pool) -> dict[str, float]:
     """What it costs to go on under new weights with what old ones cached.
@@ -587,7 +589,7 @@ class Run:
     step: int,
     host_metrics: Mapping[str, float],
     step_metrics: Mapping[str, Any],
-  ) -> None:
+  ) -> dict[str, float]:
     """One step's metrics, to the files and to the display."""
     occupancy = self.ring.occupancy()
     accounting = self.ring.accounting()
@@ -603,16 +605,33 @@ class Run:
       **self._waits(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
-    if values["train/skipped"]:
-      self.progress.alarm(
-        f"step {step} left {values['train/skipped']:g} of its optimizer steps "
-        "out: a gradient was not finite, or no token was left to train on"
-      )
     self.writer.write(step, values)
     self.progress.ring(
       (slot.version, slot.age, slot.trajectories) for slot in occupancy.slots
     )
     self.progress.advance(1, **values)
+    return values
+
+  def _observe(
+    self, step: int, batch: Batch, values: Mapping[str, float]
+  ) -> None:
+    """Says what looks wrong with a step.
+
+    Raises:
+      Alarmed: So wrong that the run must end.
+    """
+    if values["train/non_finite"]:
+      folder = self.workdir / "non_finite"
+      dumped = dump_batch(folder, step, batch, values)
+      self.progress.message(f"step {step} was not finite: {dumped}")
+    alarms = self.watch.observe(step, values)
+    for alarm in alarms:
+      if alarm.kind == "ends":
+        self.progress.message(alarm.text)
+      else:
+        self.progress.alarm(alarm.text)
+    if stops := [alarm.text for alarm in alarms if alarm.stop]:
+      raise Alarmed(" ".join(stops))
 
   def _waits(self) -> dict[str, float]:
     """Who waits for whom. Alone in one thread, one side works at a time."""
