@@ -63,6 +63,7 @@ def _learner(
   publish_dtype="float32",
   compute_dtype="float32",
   lora_rank=0,
+  trust_region="behavior",
 ) -> Learner:
   """Shared by the tests: each of its programs compiles once."""
   config = dataclasses.replace(
@@ -80,7 +81,7 @@ def _learner(
   return Learner(
     _policy(compute_dtype, lora_rank),
     config,
-    _DEFAULT.objective,
+    dataclasses.replace(_DEFAULT.objective, trust_region=trust_region),
     mesh=_mesh(train),
     temperature=temperature,
     truncated=truncated,
@@ -499,29 +500,86 @@ class SkippedTest(parameterized.TestCase):
     self.assertEqual(int(state.step), 1)
     values = _values(metrics)
     self.assertEqual(values["train/skipped"], 1)
+    self.assertEqual(values["train/non_finite"], 0)
     self.assertEqual(values["train/loss"], 0)
     self.assertTrue(np.all(np.isfinite(list(values.values()))))
 
   @parameterized.parameters(
-    ("advantages", np.nan),
-    ("token_weights", np.inf),
-    ("behavior_logprobs", np.nan),
+    ("behavior", "advantages", np.nan),
+    ("behavior", "advantages", np.inf),
+    ("behavior", "advantages", -np.inf),
+    ("behavior", "token_weights", np.nan),
+    ("behavior", "token_weights", np.inf),
+    ("behavior", "behavior_logprobs", np.nan),
+    ("decoupled", "behavior_logprobs", np.nan),
+    ("decoupled", "proximal_logprobs", np.nan),
   )
-  def test_a_gradient_that_is_not_finite_is_not_applied(self, name, value):
-    learner = _learner(minibatches=2)
-    spoiled = getattr(_batch(), name)[0, 0].copy()
-    slot = np.flatnonzero(_batch().loss_mask[0, 0].reshape(-1))[-1]
-    spoiled.reshape(-1)[slot] = value
-    state, metrics = learner.step(_state(learner), _batch(2, **{name: spoiled}))
+  def test_a_batch_that_is_not_finite_is_not_applied(self, region, name, value):
+    learner = _learner(minibatches=2, trust_region=region)
+    spoiled = self._spoiled(name, value)
+    state, metrics = learner.step(_state(learner), _batch(2, **spoiled))
     for leaf in jax.tree.leaves(state):
       self.assertTrue(np.all(np.isfinite(leaf)))
     values = _values(metrics)
     self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
     # The other minibatch was trained on, and it alone is counted.
     self.assertEqual(values["train/skipped"], 1)
+    self.assertEqual(values["train/non_finite"], 1)
     self.assertEqual(int(state.opt_state[1][0].count), 1)
     self.assertGreater(_largest_gap(state.params, _host_params()), 1e-3)
     self.assertEqual(values["train/tokens"], _batch().loss_mask.sum() / 2)
+
+  @parameterized.parameters(
+    ("advantages", np.nan),
+    ("advantages", np.inf),
+    ("token_weights", -np.inf),
+    ("behavior_logprobs", np.nan),
+    ("params", np.nan),
+    ("params", np.inf),
+  )
+  def test_nothing_at_all_changes(self, name, value):
+    learner = _learner()
+    # Of a state that has moments, so that to lose them would show.
+    state, _ = learner.step(_state(learner), _batch())
+    spoiled = {}
+    if name == "params":
+      host = jax.tree.map(np.array, state.params)
+      max(jax.tree.leaves(host), key=np.size).reshape(-1)[5] = value
+      params = jax.device_put(host, learner.trained_shardings)
+      state = dataclasses.replace(state, params=params)
+    else:
+      spoiled = self._spoiled(name, value)
+    before = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), state)
+    state, metrics = learner.step(state, _batch(**spoiled))
+    after = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), state)
+    self.assertEqual(after.params, before.params)
+    self.assertEqual(after.opt_state, before.opt_state)
+    self.assertEqual(int(state.step), 2)
+    values = _values(metrics)
+    self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+    self.assertEqual(values["train/skipped"], 1)
+    self.assertEqual(values["train/non_finite"], 1)
+    self.assertEqual(float(metrics["train/grad_norm"][1]), 0)
+
+  @parameterized.parameters(np.inf, -np.inf)
+  def test_an_infinite_logprob_is_a_clamped_ratio(self, value):
+    learner = _learner()
+    far = 1e3 if value > 0 else -1e3
+    got, metrics = learner.step(
+      _state(learner), _batch(**self._spoiled("behavior_logprobs", value))
+    )
+    want, _ = learner.step(
+      _state(learner), _batch(**self._spoiled("behavior_logprobs", far))
+    )
+    self.assertEqual(_values(metrics)["train/skipped"], 0)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+  def _spoiled(self, name, value):
+    """The batch's field with ``value`` on the last sampled token."""
+    array = getattr(_batch(), name)[0, 0].copy()
+    slot = np.flatnonzero(_batch().loss_mask[0, 0].reshape(-1))[-1]
+    array.reshape(-1)[slot] = value
+    return {name: array}
 
   def test_garbage_in_masked_slots_changes_nothing(self):
     learner = _learner()
