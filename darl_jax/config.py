@@ -581,9 +581,10 @@ def _parse_fields(
 ) -> _Fields:
   """Parses each field of ``cls`` by its type and range."""
   hints = typing.get_type_hints(cls)
-  for name in sorted(map(str, set(config) - set(hints))):
+  unknown = [name for name in config if name not in hints]
+  for name in sorted(n if isinstance(n, str) else _shown(n) for n in unknown):
     near = difflib.get_close_matches(name, hints, n=1, cutoff=0.0)
-    problems.append(f"{path}{name} is not a field. Try {path}{near[0]}.")
+    problems.append(f"{path}{_cut(name)} is not a field. Try {path}{near[0]}.")
   result = _Fields()
   for name, hint in hints.items():
     where = path + name
@@ -615,7 +616,13 @@ def _parse_fields(
 
 def _shown(value: Any) -> str:
   """``value`` as a person would recognise it."""
-  text = repr(value)
+  try:
+    return _cut(repr(value))
+  except Exception:  # Thousands of digits, or an object of whatever kind.
+    return f"a value of type {type(value).__name__}"
+
+
+def _cut(text: str) -> str:
   return text if len(text) <= 100 else text[:97] + "..."
 
 
@@ -623,8 +630,9 @@ def _parse_value(hint: Any, value: Any) -> Any:
   """``value`` as the type ``hint``, or a ValueError saying why not."""
   if typing.get_origin(hint) is Literal:
     options = typing.get_args(hint)
-    if value not in options:
-      near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.0)
+    # Else it may be an array, which is equal to nothing in a yes-or-no way.
+    if not isinstance(value, str) or value not in options:
+      near = difflib.get_close_matches(_shown(value), options, n=1, cutoff=0.0)
       raise ValueError(f"is not one of {', '.join(options)}. Try {near[0]!r}.")
     return value
   if hint is bool:
@@ -636,10 +644,12 @@ def _parse_value(hint: Any, value: Any) -> Any:
       finite = isinstance(value, float) and math.isfinite(value)
       near = round(value) if finite else 1
       raise ValueError(f"is not a whole number. Try {near}.")
+    if not -(2**63) <= value < 2**63:
+      raise ValueError("is beyond 64 bits. Try 1000.")
     return value
   if hint is float:
-    if value in ("inf", "-inf"):  # As to_dict writes them.
-      return float(value)
+    if isinstance(value, str) and value in ("inf", "-inf"):
+      return float(value)  # As to_dict writes them.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
       raise ValueError("is not a number. Try 1.0.")
     try:
@@ -661,11 +671,12 @@ def _parse_value(hint: Any, value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or not all(
       isinstance(text, str) for text in value
     ):
-      raise ValueError(f"is not a tuple of texts. Try ({str(value)!r},).")
+      advice = f"({_shown(value)},)" if isinstance(value, str) else "()"
+      raise ValueError(f"is not a tuple of texts. Try {advice}.")
     return tuple(value)
   # A dataset's own parameters: a JSON object as text.
   try:
-    parsed = json.loads(value)
+    parsed = json.loads(value) if isinstance(value, str) else None
     json.dumps(parsed, allow_nan=False)  # loads takes NaN and 1e999.
   except (TypeError, ValueError, RecursionError):
     parsed = None
@@ -729,7 +740,7 @@ _FRACTION = _Range(0, 1, open_low=True)
 
 _RANGES = {
   "seed": _Range(0, 2**31 - 1),
-  "num_steps": _AT_LEAST_0,
+  "num_steps": _Range(0, 2**31 - 1),
   "prompts.num_items": _Range(2),
   "prompts.heldout_fraction": _Range(0, 1, open_low=True, open_high=True),
   "prompts.max_tokens": _AT_LEAST_1,
@@ -756,7 +767,7 @@ _RANGES = {
   "warm_start.steps": _AT_LEAST_0,
   "warm_start.target_accuracy": _FRACTION,
   "warm_start.batch_size": _AT_LEAST_1,
-  "warm_start.learning_rate": _POSITIVE,
+  "warm_start.learning_rate": _FRACTION,
   "rollout.prompts_per_batch": _AT_LEAST_1,
   "rollout.samples_per_prompt": _Range(2),
   "rollout.max_response_tokens": _AT_LEAST_1,
@@ -792,9 +803,9 @@ _RANGES = {
   "objective.dual_clip": _Range(1, open_low=True, infinite=True),
   "objective.max_behavior_weight": _Range(1, infinite=True),
   "objective.max_versions": _AT_LEAST_1,
-  "learner.learning_rate": _AT_LEAST_0,
+  "learner.learning_rate": _Range(0, 1),
   "learner.warmup_steps": _AT_LEAST_0,
-  "learner.final_learning_rate": _AT_LEAST_0,
+  "learner.final_learning_rate": _Range(0, 1),
   "learner.b1": _Range(0, 1, open_high=True),
   "learner.b2": _Range(0, 1, open_high=True),
   "learner.eps": _POSITIVE,
@@ -814,7 +825,7 @@ _RANGES = {
   "evaluate.every": _AT_LEAST_1,
   "evaluate.num_prompts": _AT_LEAST_1,
   "evaluate.temperature": _AT_LEAST_0,
-  "watch.window": _AT_LEAST_1,
+  "watch.window": _Range(1, 2**20),
   "watch.patience": _AT_LEAST_1,
   "watch.repeat_every": _AT_LEAST_1,
   "watch.stop_after": _AT_LEAST_1,

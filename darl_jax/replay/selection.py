@@ -226,7 +226,8 @@ def report(
 
   advantage = np.asarray(stats.advantage, np.float64)
   k = np.count_nonzero(is_kept)
-  variance = np.var(advantage) / max(k, 1) * (n - k) / max(n - 1, 1)
+  spread = np.var(advantage) if n else 0.0
+  variance = spread / max(k, 1) * (n - k) / max(n - 1, 1)
   shift = metrics["kept_advantage"] - metrics["pool_advantage"]
   # No variance: everything was kept, or all are alike. Then nothing can shift.
   bias = shift / math.sqrt(variance) if k and variance > 1e-20 else 0.0
