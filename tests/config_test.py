@@ -524,7 +524,7 @@ class ManyProblemsTest(parameterized.TestCase):
       [
         "2 problems in the config:",
         "  * seed = -1 must be in [0, 2147483647]. Try 0.",
-        "  * num_steps = -1 must be at least 0 and finite. Try 0.",
+        "  * num_steps = -1 must be in [0, 2147483647]. Try 0.",
       ],
     )
     with pytest.raises(config_lib.ConfigError, match="^1 problem in the"):
