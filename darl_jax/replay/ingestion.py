@@ -7,8 +7,9 @@ here knows the ring's state, so none of it needs the ring's lock.
 """
 
 import dataclasses
-import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,8 @@ _SUPPORT_DTYPES = {
   "columns": np.dtype(np.int32),
   "offsets": np.dtype(np.int64),
 }
+# Greater rewards and what advantages are computed from them leave float32.
+_MAX_REWARD = 1e18
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _DTYPES.values())
 
 
@@ -76,10 +79,21 @@ def ingest(
   """
   sample_ids, trajectories = [], []
   for group in groups:
+    # Not a bool, which is an int: True is group 1.
+    if type(group.group_id) is not int:
+      raise ValueError(
+        f"group {group.group_id!r}: its id is a "
+        f"{type(group.group_id).__name__}, and must be an int."
+      )
     if not group.trajectories:
       raise ValueError(f"group {group.group_id} has no samples.")
     for index, trajectory in enumerate(group.trajectories):
       sample_id = (group.group_id, index)
+      if not isinstance(trajectory, types.Trajectory):
+        raise ValueError(
+          f"{_name(sample_id)} is a {type(trajectory).__name__}, and must be a "
+          "Trajectory."
+        )
       owner = (trajectory.group_id, trajectory.prompt_id)
       if owner != (group.group_id, group.prompt.id):
         raise ValueError(
@@ -105,7 +119,8 @@ def usable_rewards(
     or the reason why its reward cannot be used.
 
   Raises:
-    ValueError: The group has another number of samples, or of failures.
+    ValueError: The group has another number of samples, or of failures, or one
+      that is no text, or a reward that is no number.
   """
   if len(group.trajectories) != len(samples):
     raise ValueError(
@@ -126,12 +141,24 @@ def usable_rewards(
     if sample.trajectory.finish is types.Finish.ABORTED:
       reason = "aborted"  # Cut off by the run: its reward means nothing.
     elif failure is not None:
+      if not isinstance(failure, str):
+        raise ValueError(
+          f"{sample.name}: its failure is a {type(failure).__name__}, and must "
+          "be text or None."
+        )
       # "crash: exit code -9" is of kind crash: few kinds, many messages.
       reason = "verifier_" + failure.partition(":")[0].strip()
     elif reward is None:
       reason = "no_reward"
-    elif not math.isfinite(reward):
+    elif not isinstance(reward, numbers.Real):
+      raise ValueError(
+        f"{sample.name}: its reward is a {type(reward).__name__}, and must be "
+        "a number or None."
+      )
+    elif not abs(reward) < float("inf"):
       reason = "non_finite_reward"
+    elif abs(reward) > _MAX_REWARD:
+      reason = "reward_out_of_range"
     else:
       rewards[i] = reward
     reasons.append(reason)
@@ -146,20 +173,21 @@ def _own(
   sample_id: SampleId, trajectory: types.Trajectory, *, truncated: bool
 ) -> types.Trajectory:
   """A trajectory of read-only copies, of right shape and dtype."""
-  shape = np.shape(trajectory.tokens)
+  tokens = trajectory.tokens
+  _check_dtype(sample_id, "tokens", tokens, _DTYPES["tokens"])
+  shape = tokens.shape
   if len(shape) != 1 or shape[0] == 0:
     raise ValueError(
       f"{_name(sample_id)}: tokens have shape {shape}, and must be [T], T > 0."
     )
+  if not isinstance(trajectory.finish, types.Finish):
+    raise ValueError(
+      f"{_name(sample_id)}: finish = {trajectory.finish!r} is no Finish."
+    )
   copies = {}
   for name, dtype in _DTYPES.items():
     array = getattr(trajectory, name)
-    if type(array) is not np.ndarray or array.dtype != dtype:
-      found = getattr(array, "dtype", "values")
-      raise ValueError(
-        f"{_name(sample_id)}: {name} is a {type(array).__name__} of {found}, "
-        f"and must be a numpy array of {dtype}."
-      )
+    _check_dtype(sample_id, name, array, dtype)
     if array.shape != shape:
       raise ValueError(
         f"{_name(sample_id)}: {name} has shape {array.shape}, but tokens have "
@@ -181,10 +209,28 @@ def _own(
   return dataclasses.replace(trajectory, **copies)
 
 
+def _check_dtype(
+  sample_id: SampleId, name: str, array: Any, dtype: np.dtype
+) -> None:
+  if type(array) is not np.ndarray or array.dtype != dtype:
+    found = getattr(array, "dtype", "values")
+    raise ValueError(
+      f"{_name(sample_id)}: {name} is a {type(array).__name__} of {found}, "
+      f"and must be a numpy array of {dtype}."
+    )
+
+
 def _own_support(
   sample_id: SampleId, support: types.SupportMask, length: int
 ) -> types.SupportMask:
   """Read-only, of this many positions, and sound."""
+  if (
+    not isinstance(support, types.SupportMask) or type(support.width) is not int
+  ):
+    raise ValueError(
+      f"{_name(sample_id)}: support_mask must be a SupportMask, and its width "
+      "an int."
+    )
   copies = {}
   for name, dtype in _SUPPORT_DTYPES.items():
     array = getattr(support, name)
@@ -194,14 +240,16 @@ def _own_support(
       )
     copies[name] = _read_only(array)
   counts, columns = np.diff(support.offsets), support.columns
-  if len(support) != length:
+  if len(support.offsets) != length + 1:
     raise ValueError(
-      f"{_name(sample_id)}: support_mask has {len(support)} positions, but "
-      f"tokens {length}."
+      f"{_name(sample_id)}: support_mask has {len(support.offsets) - 1} "
+      f"positions, but tokens {length}."
     )
   if (
     support.offsets[0] != 0
     or np.any(counts < 0)
+    # Differences of what is further apart than 64 bits are small.
+    or np.any((support.offsets < 0) | (support.offsets > len(columns)))
     or not support.offsets[-1] == len(columns) == len(support.data)
     or np.any((columns < 0) | (columns >= support.width))
     or np.any(np.diff(support.rows * support.width + columns) <= 0)
@@ -244,15 +292,22 @@ def _check_contents(
   previous = np.where(first, begun_by[sampled_owner], previous)
   undefined = ~(np.isfinite(logprobs) & np.isfinite(entropy))[sampled]
   num_bytes = lengths * _BYTES_PER_TOKEN
+  tokens = np.concatenate([t.tokens for t in trajectories])
   outside = np.zeros(len(owner), bool)
   if trajectories[0].support_mask is not None:
     masks = [t.support_mask for t in trajectories]
+    for sample_id, mask in zip(sample_ids, masks, strict=True):
+      if mask.width != masks[0].width:
+        raise ValueError(
+          f"{_name(sample_id)}: support_mask has width {mask.width}, and "
+          f"{_name(sample_ids[0])} {masks[0].width}."
+        )
     num_bytes += [mask.num_bytes for mask in masks]
-    tokens = np.concatenate([t.tokens for t in trajectories])
     outside = ~types.SupportMask.concatenate(masks).has(tokens)
 
   for owners, reason in (
     (np.flatnonzero(loss_mask[starts]), "loss_mask[0] must be false"),
+    (owner[tokens < 0], "tokens must not be negative"),
     (owner[versions < 0], "policy_version must not be negative"),
     (
       sampled_owner[sampled_by < previous],
