@@ -45,7 +45,8 @@ _SPOILED = {
   "view": lambda array: np.repeat(array, 2)[::2],
   "zeros": lambda array: np.zeros_like(array),
   "ones": lambda array: np.ones_like(array),
-  "negative": lambda array: -np.ones_like(array, np.int8).astype(array.dtype),
+  "negative": lambda array: np.full(array.shape, -1).astype(array.dtype),
+  "newer": lambda array: array + np.ones_like(array),
   "reversed": lambda array: array[::-1],
   "nan": lambda array: _last(array, np.nan),
   "inf": lambda array: _last(array, np.inf),
@@ -141,38 +142,53 @@ _SPOILS = st.one_of(
     st.sampled_from(["no samples", "text id", "float id", "true id", "no one"]),
   ),
 )
-_SPECS = st.builds(
-  Spec,
-  seed=st.integers(0, 2**16),
-  repeated=st.sampled_from([False] * 7 + [True]),
-  size=st.integers(1, 4),
-  spoiled=st.one_of(
-    st.just(()), st.just(()), st.lists(_SPOILS, min_size=1, max_size=2)
-  ).map(tuple),
-)
-_OPERATIONS = st.one_of(
-  st.tuples(st.just("push"), st.sampled_from([1, 1, 1, 2, 0, -1])),
-  st.tuples(st.just("begin"), st.lists(_SPECS, max_size=3)),
-  st.tuples(
-    st.just("admit"),
-    st.integers(0, 5),
-    st.lists(st.sampled_from(_REWARDS), min_size=4, max_size=4),
-    st.lists(st.sampled_from(_FAILURES), max_size=4),
-    st.sampled_from([0] * 8 + [-1, 1]),
-  ),
-  st.tuples(st.just("take"), st.integers(0, 4)),
-  st.tuples(
-    st.just("train"),
-    st.integers(0, 5),
-    st.lists(st.integers(0, 5), max_size=4),
-  ),
-)
+
+
+@st.composite
+def _specs(draw, *, sound: bool):
+  return Spec(
+    seed=draw(st.integers(0, 2**16)),
+    repeated=not sound and draw(st.booleans()),
+    size=draw(st.integers(2 if sound else 1, 4)),
+    spoiled=() if sound else tuple(draw(st.lists(_SPOILS, max_size=2))),
+  )
+
+
+@st.composite
+def _operations(draw):
+  """One operation; two of three are as a run's, so that the ring fills."""
+  sound = draw(st.integers(0, 2)) > 0
+  name = draw(st.sampled_from(["begin", "admit", "step", "push"]))
+  if name == "push":
+    return name, 1 if sound else draw(st.sampled_from([2, 0, -1]))
+  if name == "begin":
+    specs = draw(st.lists(_specs(sound=True), min_size=2, max_size=3))
+    if not sound:
+      specs.append(draw(_specs(sound=False)))
+    return name, specs
+  if name == "admit" and sound:
+    rewards = draw(st.permutations([0.0, 1.0, 0.5, 1.0]))
+    return name, draw(st.integers(0, 1)), rewards, [], 0
+  if name == "admit":
+    return (
+      name,
+      draw(st.integers(0, 5)),
+      draw(st.lists(st.sampled_from(_REWARDS), min_size=4, max_size=4)),
+      draw(st.lists(st.sampled_from(_FAILURES), max_size=4)),
+      draw(st.sampled_from([0, 0, 0, 0, -1, 1])),
+    )
+  if sound:
+    return name, draw(st.integers(1, 3))
+  chosen = st.lists(st.integers(0, 5), max_size=4)
+  return "train", draw(st.integers(0, 5)), draw(chosen)
+
+
 _RINGS = st.fixed_dictionaries(
   dict(
     num_snapshots=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
     max_uses=st.integers(1, 3),
-    trajectory_bytes=st.sampled_from([1, 600, 2000, 2**20]),
+    trajectory_bytes=st.sampled_from([2**20, 2**19, 2**18, 4000, 600, 1]),
     snapshot_bytes=st.sampled_from([1, 2**20]),
   )
 )
@@ -192,6 +208,7 @@ class _Driver:
     self.version = -1
     self.next_id = 0
     self.begun: list[types.TrajectoryGroup] = []
+    self.awaiting: list[types.TrajectoryGroup] = []
     self.pools: list[ring_lib.Pool] = []
     self.generated = 0
     self.trained: set = set()
@@ -220,13 +237,14 @@ class _Driver:
     groups = [self._group(spec) for spec in specs]
     self.ring.begin(groups)
     self.begun += groups
+    self.awaiting += groups
     self.generated += sum(len(group.trajectories) for group in groups)
 
   def admit(self, which, rewards, failures, extra):
-    if not self.begun:
-      which, size, group_id = 0, 1, 12345
-    else:
-      group = self.begun[which % len(self.begun)]
+    """Of one that awaits it; else of one admitted before, or of none."""
+    size, group_id = 1, 12345
+    if groups := self.awaiting or self.begun:
+      group = groups[which % len(groups)]
       size, group_id = len(group.trajectories), group.group_id
     size = max(size + extra, 0)
     trajectories = [
@@ -240,12 +258,18 @@ class _Driver:
     self.ring.admit(
       types.TrajectoryGroup(group_id, prompt, tuple(trajectories), failures)
     )
+    self.awaiting = [g for g in self.awaiting if g.group_id != group_id]
+
+  def step(self, count):
+    """Takes and trains on all or the first ones, as the loop does."""
+    held = len(self.pools)
+    self.take(count)
+    if len(self.pools) > held:
+      pool = self.pools[-1]
+      taken = len(pool) if count == 3 else count
+      self.train(len(self.pools) - 1, range(taken))
 
   def take(self, count):
-    if count == 0:
-      with self.test.assertRaisesRegex(ValueError, "count = 0"):
-        self.ring.take(0, 0.0)
-      return
     if self.version < 0:
       with self.test.assertRaisesRegex(ring_lib.Starved, "no snapshot"):
         self.ring.take(count, 0.0)
@@ -348,14 +372,13 @@ class _Driver:
 
 
 def _trajectory(group_id, newest, *, seed) -> types.Trajectory:
-  """Sound, and of versions up to one too new now and then."""
+  """Sound; of at least one sampled token, mostly, and of versions so far."""
   rng = np.random.default_rng(seed)
-  length = _PROMPT_TOKENS + int(rng.integers(0, 5))
+  length = _PROMPT_TOKENS + int(rng.integers(0, 8))
   mask = np.arange(length) >= _PROMPT_TOKENS
-  mask &= rng.random(length) < 0.9
-  oldest = max(newest - 4, 0)
-  top = newest + (rng.random() < 0.05)
-  versions = np.sort(rng.integers(oldest, max(top, oldest) + 1, length))
+  mask &= rng.random(length) < 0.95
+  oldest = max(newest - int(rng.integers(0, 5)), 0)
+  versions = np.sort(rng.integers(oldest, max(newest, 0) + 1, length))
   if rng.random() < 0.7:
     versions[:] = versions[0]
   versions[:_PROMPT_TOKENS] = versions[0]
@@ -387,7 +410,7 @@ class IngestionFuzzTest(parameterized.TestCase):
     _RINGS,
     st.sampled_from(["group", "group_centered", "rloo"]),
     st.booleans(),
-    st.lists(_OPERATIONS, min_size=1, max_size=16),
+    st.lists(_operations(), min_size=4, max_size=20),
   )
   def test_refused_by_name_or_accounted_for(
     self, bounds, advantage, truncated, operations
@@ -401,9 +424,12 @@ class IngestionFuzzTest(parameterized.TestCase):
     )
     driver = _Driver(self, ring, bounds, truncated)
     driver.check()
-    # A run begins with a version; now and then it does not.
-    if operations[0][0] != "take":
+    # A run begins with a version and some samples; now and then it does not.
+    if operations[0][0] != "push":
       driver.apply(("push", 1))
+      groups = [Spec(seed, False, 4, ()) for seed in (1, 2)]
+      driver.apply(("begin", groups))
+      driver.apply(("admit", 0, [1.0, 0.0, 0.5, 1.0], [], 0))
     for operation in operations:
       driver.apply(operation)
 

@@ -93,6 +93,13 @@ class IngestTest(parameterized.TestCase):
       dict(behavior_entropy=np.array([0, 0, 0, 0, np.inf], np.float32)),
       "must be finite",
     ),
+    ("ragged", dict(tokens=[[1], [2, 3]]), "tokens is a list of values"),
+    (
+      "negative_token",
+      dict(tokens=np.array([0, 1, 2, -1, 4], np.int32)),
+      "tokens must not be negative",
+    ),
+    ("finish", dict(finish="stop"), "finish = 'stop' is no Finish"),
     ("other_group", dict(group_id=8), "belongs to group 8"),
     ("other_prompt", dict(prompt_id="x"), "of prompt x"),
   )
@@ -102,6 +109,16 @@ class IngestTest(parameterized.TestCase):
     groups = [group_of(6, trajectory(6, [4, 4, 5])), group_of(7, good, bad)]
     with self.assertRaisesRegex(ValueError, "group 7, sample 1.*" + message):
       ingest(*groups)
+
+  @parameterized.parameters("7", 7.0, True, None)
+  def test_refuses_an_id_that_is_no_int(self, group_id):
+    group = group_of(7, trajectory(7, [5]))
+    with self.assertRaisesRegex(ValueError, "group .*: its id is a .* an int"):
+      ingest(dataclasses.replace(group, group_id=group_id))
+
+  def test_refuses_a_sample_that_is_none(self):
+    with self.assertRaisesRegex(ValueError, "group 7, sample 1 is a NoneType"):
+      ingest(group_of(7, trajectory(7, [5]), None))
 
   def test_refuses_an_empty_group(self):
     with self.assertRaisesRegex(ValueError, "group 3 has no samples"):
@@ -220,7 +237,14 @@ class SupportTest(parameterized.TestCase):
       dict(offsets=np.array([0, 2, 4, 6])),
       "3 positions, but tokens 5",
     ),
+    ("none", dict(offsets=np.zeros(0, np.int64)), "-1 positions"),
     ("dtype", dict(columns=np.zeros(6, np.int64)), "columns must be a row of"),
+    ("width", dict(width=None), "its width an int"),
+    (
+      "wrapping",
+      dict(offsets=np.array([0, 2**63 - 1, -(2**63), 0, 2, 6])),
+      "ascending",
+    ),
     ("list", dict(data=[0] * 6), "data must be a row of uint8"),
     ("start", dict(offsets=np.array([1, 1, 1, 2, 4, 6])), "ascending"),
     ("falling", dict(offsets=np.array([0, 0, 0, 4, 2, 6])), "ascending"),
@@ -241,6 +265,20 @@ class SupportTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "sample 1.*" + message):
       ingest(group_of(7, good, bad), truncated=True)
 
+  def test_refuses_what_is_no_support(self):
+    sample = trajectory(7, [5] * 3)
+    bits = np.zeros((5, 2), np.uint8)
+    bad = dataclasses.replace(sample, support_mask=bits)
+    with self.assertRaisesRegex(ValueError, "sample 0: support_mask must be"):
+      ingest(group_of(7, bad), truncated=True)
+
+  def test_refuses_another_width_by_name(self):
+    one, other = (supported(trajectory(7, [5]), width=w) for w in (2, 3))
+    with self.assertRaisesRegex(
+      ValueError, "group 7, sample 1: .* width 3, and group 7, sample 0 2"
+    ):
+      ingest(group_of(7, one, other), truncated=True)
+
 
 class UsableRewardsTest(parameterized.TestCase):
   def test_every_reason(self):
@@ -252,6 +290,9 @@ class UsableRewardsTest(parameterized.TestCase):
       (None, None, "no_reward"),
       (float("nan"), None, "non_finite_reward"),
       (float("-inf"), None, "non_finite_reward"),
+      (np.float32("nan"), None, "non_finite_reward"),
+      (1e30, None, "reward_out_of_range"),
+      (-(10**400), None, "reward_out_of_range"),
     ]
     rewards, failures, reasons = zip(*cases, strict=True)
     group = group_of(
@@ -261,7 +302,7 @@ class UsableRewardsTest(parameterized.TestCase):
     )
     usable, found = ingestion.usable_rewards(group, ingest(group))
     self.assertEqual(usable.dtype, np.float64)
-    self.assertEqual(usable.tolist(), [1.0, 0.25, 0, 0, 0, 0, 0])
+    self.assertEqual(usable.tolist(), [1.0, 0.25] + [0] * 8)
     self.assertEqual(found, list(reasons))
 
   def test_an_aborted_sample_has_none_whatever_its_group_says_later(self):
@@ -269,6 +310,18 @@ class UsableRewardsTest(parameterized.TestCase):
     later = group_of(1, trajectory(1, [5], reward=1.0), failures=["timeout"])
     usable, reasons = ingestion.usable_rewards(later, ingest(begun))
     self.assertEqual((usable.tolist(), reasons), ([0.0], ["aborted"]))
+
+  @parameterized.parameters("1", 1j, (np.ones(1),))
+  def test_refuses_a_reward_that_is_no_number(self, reward):
+    group = group_of(3, trajectory(3, [5], reward=reward))
+    with self.assertRaisesRegex(ValueError, "group 3, sample 0: its reward is"):
+      ingestion.usable_rewards(group, ingest(group))
+
+  @parameterized.parameters(7, b"timeout")
+  def test_refuses_a_failure_that_is_no_text(self, failure):
+    group = group_of(3, trajectory(3, [5]), failures=(failure,))
+    with self.assertRaisesRegex(ValueError, "sample 0: its failure is"):
+      ingestion.usable_rewards(group, ingest(group))
 
   def test_refuses_other_numbers(self):
     pair = [trajectory(2, [5], reward=1.0)] * 2
