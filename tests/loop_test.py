@@ -23,7 +23,7 @@ from absl.testing import parameterized
 from jax.experimental.compilation_cache import compilation_cache
 
 from configs import async_grpo, darl, decoupled_ppo, sync_grpo
-from darl_jax import checkpoint, config, loop, metrics
+from darl_jax import checkpoint, config, loop, metrics, watch
 from darl_jax.models import lora, published
 from darl_jax.models.transformer import Policy
 from darl_jax.replay.ring import RingFailed, Starved
@@ -999,3 +999,70 @@ class EndTest(parameterized.TestCase):
     self.assertGreater(ended.summary["dropped_reasons"]["dead_group"], 0)
     assert_accounts_add_up(self, ended)
     assert_nothing_is_left(self)
+
+
+class WatchTest(parameterized.TestCase):
+  """What the numerical watch does to a run."""
+
+  def _spoiled(self, *, steps, **changes) -> Ended:
+    """A run whose batches have a NaN in these steps."""
+    build = loop.batching.build_batch
+
+    def spoil(*arguments, version, **keywords):
+      batch, *rest = build(*arguments, version=version, **keywords)
+      if version + 1 in steps:
+        advantages = np.where(batch.loss_mask, np.nan, batch.advantages)
+        batch = dataclasses.replace(
+          batch, advantages=advantages.astype(np.float32)
+        )
+      return batch, *rest
+
+    with mock.patch.object(loop.batching, "build_batch", spoil):
+      return execute(make_config(sync_grpo, num_steps=5, **changes))
+
+  def test_a_step_that_is_not_finite_is_survived_and_written_down(self):
+    ended = self._spoiled(steps={2})
+    self.assertIsNone(ended.error)
+    self.assertEqual(
+      [row["train/non_finite"] for row in ended.steps], [0, 1, 0, 0, 0]
+    )
+    for leaf in jax.tree.leaves(ended.run.state):
+      self.assertTrue(np.all(np.isfinite(leaf)))
+    folder = ended.run.workdir / "non_finite"
+    self.assertEqual(
+      sorted(path.name for path in folder.iterdir()),
+      ["step_2.json", "step_2.npz"],
+    )
+    with np.load(folder / "step_2.npz") as arrays:
+      self.assertTrue(np.any(np.isnan(arrays["advantages"])))
+
+  def test_too_many_in_a_row_end_the_run_which_is_saved(self):
+    ended = self._spoiled(steps={1, 3, 4}, watch__stop_after=2)
+    self.assertIsInstance(ended.error, loop.Alarmed)
+    self.assertRegex(
+      str(ended.error), "^step 4.*not finite.*watch.stop_on has non_finite"
+    )
+    self.assertEqual(ended.summary["status"], "failed")
+    self.assertEqual(ended.summary["steps"], 4)
+    self.assertEqual(int(ended.run.state.step), 4)
+    self.assertTrue((ended.run.workdir / "checkpoint").exists())
+    assert_accounts_add_up(self, ended)
+    assert_nothing_is_left(self)
+
+  def test_alarms_are_shown_and_when_they_are_over(self):
+    said = []
+
+    def prepare(run):
+      observe = iter([("begins", "a"), ("lasts", "b"), ("ends", "c")])
+      run.watch.observe = lambda step, metrics: [
+        watch.Alarm("ess_collapse", kind, text)
+        for kind, text in [next(observe)]
+      ]
+      run.progress.alarm = lambda text: said.append(("alarm", text))
+      message = run.progress.message
+      run.progress.message = lambda text: (
+        said.append(("message", text)) if text == "c" else message(text)
+      )
+
+    self.assertIsNone(execute(make_config(sync_grpo), prepare=prepare).error)
+    self.assertEqual(said, [("alarm", "a"), ("alarm", "b"), ("message", "c")])
