@@ -131,4 +131,7 @@ def get_config() -> config_dict.ConfigDict:
   config.evaluate = config_dict.ConfigDict(
     dict(every=200, num_prompts=512, temperature=0.0)
   )
+  config.checkpoint = config_dict.ConfigDict(
+    dict(directory="", every=100, keep_last=2, keep_best=1)
+  )
   return config

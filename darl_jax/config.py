@@ -428,6 +428,26 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """What a run that is killed goes on from.
+
+  Attributes:
+    directory: Of this run's checkpoints: a folder, or a bucket's path; "" for
+      ``checkpoints`` in the workdir.
+    every: Learner steps between them; there is always one before the first
+      step, and one where the run ends or is asked to stop.
+    keep_last: The newest are kept, so many.
+    keep_best: And so many of those with the best held-out accuracy, among the
+      steps that were both saved and evaluated.
+  """
+
+  directory: Text
+  every: int
+  keep_last: int
+  keep_best: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
   """A whole run.
 
@@ -448,6 +468,7 @@ class RunConfig:
   learner: LearnerConfig
   mesh: MeshConfig
   evaluate: EvaluateConfig
+  checkpoint: CheckpointConfig
 
   @property
   def synchronous(self) -> bool:
@@ -763,6 +784,9 @@ _RANGES = {
   "evaluate.every": _AT_LEAST_1,
   "evaluate.num_prompts": _AT_LEAST_1,
   "evaluate.temperature": _AT_LEAST_0,
+  "checkpoint.every": _AT_LEAST_1,
+  "checkpoint.keep_last": _AT_LEAST_1,
+  "checkpoint.keep_best": _AT_LEAST_0,
 }
 
 

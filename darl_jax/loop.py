@@ -7,7 +7,8 @@
 ``Run`` builds the stages and owns what they share; ``Run.train`` is the loop.
 The stages know nothing of each other: they meet here, through ``types.py``.
 With ``replay.max_staleness = 0`` the same stages run in turn in one thread, and
-the run is deterministic.
+the run is deterministic. A run that was killed goes on where its newest
+checkpoint left it.
 """
 
 import dataclasses
@@ -21,9 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
-from darl_jax import checkpoint, metrics
 from darl_jax import config as config_lib
+from darl_jax import metrics
+from darl_jax import workdir as workdir_lib
+from darl_jax.checkpoint import changes, run_state
+from darl_jax.checkpoint.store import Checkpoints, Found
 from darl_jax.config import ConfigError, PromptsConfig, RunConfig
 from darl_jax.evaluate import Evaluation, Evaluator
 from darl_jax.learner.step import Learner
@@ -33,7 +38,7 @@ from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.prompts.stop_strings import StopStrings
 from darl_jax.replay import batching, selection
-from darl_jax.replay.ring import Entry, Pool, Ring, Starved
+from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
@@ -52,17 +57,6 @@ _NUM_MIXED = 8
 
 class Interrupted(Exception):
   """The run was asked to stop, by Ctrl-C or SIGTERM."""
-
-
-def interrupted(error: BaseException | None) -> bool:
-  """Whether ``error`` is what an ``Interrupted`` led to, at any remove.
-
-  It reaches the loop through the ring, or through the verifier that could not
-  deliver to the ring.
-  """
-  while error is not None and not isinstance(error, Interrupted):
-    error = error.__cause__
-  return error is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +93,23 @@ class Run:
 
     Args:
       config: Parsed and checked.
-      workdir: Created if absent; must not hold a run.
+      workdir: Created if absent. A run in it that was not finished is gone on
+        with, from its newest checkpoint.
       make_engine: Builds the sampler of the training rollouts.
 
     Raises:
       ConfigError: The devices, the checkpoint, the prompts or the workdir do
-        not fit.
+        not fit, or what is saved there does not.
     """
     self.config = config
     self.workdir = workdir
+    self.progress = metrics.Progress()
+    self.checkpoints = Checkpoints(
+      config.checkpoint,
+      epath.Path(config.checkpoint.directory or workdir / "checkpoints"),
+      say=self.progress.alarm,
+    )
+    self._saved = self._find_saved()
     self.meshes = meshes.split_devices(config.mesh)
     self.checkpoint = _locate_checkpoint(config)
     self.prompts = dataset.load(
@@ -162,7 +164,7 @@ class Run:
         seed=config.seed,
       ),
       exclusive=self._rollout_mesh_free,
-      fetch=self._newest_on_rollout_mesh,
+      fetch=self._newest_for_rollouts,
       reserve=self.ring.reserve,
       deliver=self._verify_for_training,
       fail=self.ring.close,
@@ -173,7 +175,10 @@ class Run:
       self.prompts.heldout,
       **engine_arguments,
     )
-    self.writer = _open_workdir(workdir)
+    self._lock = workdir_lib.claim(workdir)
+    self.writer = metrics.MetricsWriter(
+      workdir, last_step=self._saved.step if self._saved else -1
+    )
     self.verifier = VerifierPool(
       config.rewards,
       task=dataset.verifier_task(config.prompts, seed=config.seed),
@@ -182,22 +187,21 @@ class Run:
     )
     self.rewards = RewardMeter()
     self.summary = Summary()
-    self.progress = metrics.Progress()
     self.state: TrainState | None = None
     self.stopping = False
 
   def execute(self) -> dict[str, Any]:
     """The whole run: warm start, evaluation, training, evaluation.
 
-    However it ends, the workdir then says how far it got (``summary.json``)
-    and holds the learner's state of the last finished step.
+    However it ends, the workdir then says how far it got (``summary.json``),
+    and its newest checkpoint is of the last finished step.
 
     Returns:
       The summary.
 
     Raises:
-      RingFailed: Another thread failed, or the run was interrupted; the cause
-        says which.
+      Interrupted: The run was asked to stop, and is saved.
+      RingFailed: Another thread failed; the cause says how.
       Starved: Too few trajectories passed the selection in time.
     """
     self.writer.write_json("config.json", config_lib.to_dict(self.config))
@@ -206,12 +210,10 @@ class Run:
     try:
       with self.progress:
         self._introduce()
-        self.state = self.learner.init_state(
-          self._warm_start(self._initial_params())
-        )
-        self._placement.keep(self.learner.frozen)
-        self._publish(version=0)
-        self._evaluate(0)
+        if self._saved is None:
+          self._begin()
+        else:
+          self._resume(self._saved)
         self.train()
     except BaseException as caught:
       error = caught
@@ -250,11 +252,12 @@ class Run:
   def train(self) -> None:
     """The loop: choose from the ring, step, publish, report."""
     config = self.config
-    self.progress.stage("train", config.num_steps)
+    self.progress.stage("train", config.num_steps, done=self._step)
     self.summary.training_started()
     if not config.synchronous:
       self.actor.start()
-    for version in range(config.num_steps):
+    for version in range(self._step, config.num_steps):
+      self._check()
       chosen = self._choose(self.state.params, version)
       batch, placed, batch_metrics = batching.build_batch(
         chosen.entries,
@@ -265,8 +268,8 @@ class Run:
         dead_tokens=chosen.pool.dead_tokens,
         rng=chosen.rng,
       )
-      # Taken up at once: the old state is donated, and what follows raises if
-      # the run was ended meanwhile.
+      # From here to the new version nothing is raised if the run is ended: what
+      # is saved is always between two steps.
       self.state, step_metrics = self.learner.step(self.state, batch)
       ages = self.summary.stepped(version + 1, placed)
       self.ring.mark_trained(placed, chosen.pool)
@@ -281,11 +284,114 @@ class Run:
         self._stop_generating()
       if last or (version + 1) % config.evaluate.every == 0:
         self._evaluate(version + 1)
+      if (version + 1) % config.checkpoint.every == 0:
+        self.checkpoints.save(self._capture)
 
   def interrupt(self) -> None:
     """Ends the run where it waits next; callable from a signal handler."""
     self.stopping = True
-    self.ring.close(Interrupted("the run was asked to stop"))
+    self.ring.close()
+
+  def _check(self) -> None:
+    """For wherever the loop waits: whether it should go on.
+
+    Raises:
+      Interrupted: The run was asked to stop.
+      RingFailed: Another thread failed.
+    """
+    self.ring.check()
+    if self.stopping:
+      raise Interrupted("the run was asked to stop")
+
+  @property
+  def _step(self) -> int:
+    """Learner steps taken."""
+    return int(self.state.step)
+
+  # -------------------------------------------------------- begin and go on
+
+  def _find_saved(self) -> Found | None:
+    """The checkpoint to go on from.
+
+    Raises:
+      ConfigError: There is one, and this run cannot go on from it.
+    """
+    saved = self.checkpoints.newest()
+    problems = workdir_lib.problems(
+      self.workdir,
+      str(self.checkpoints.folder),
+      saved_step=saved.step if saved else None,
+      num_steps=self.config.num_steps,
+    )
+    if saved is not None:
+      config = config_lib.to_dict(self.config)
+      fixed, notes = changes.compare(saved.header["config"], config)
+      problems += fixed
+      for note in notes:
+        self.progress.message(f"since it was saved: {note}")
+    if problems:
+      raise ConfigError(problems)
+    return saved
+
+  def _begin(self) -> None:
+    """Version 0: parameters, warm start, and what they are worth."""
+    self.state = self.learner.init_state(
+      self._warm_start(self._initial_params())
+    )
+    self._placement.keep(self.learner.frozen)
+    self._publish(version=0)
+    self._evaluate(0)
+    self.checkpoints.save(self._capture)
+
+  def _resume(self, saved: Found) -> None:
+    """Takes up what a checkpoint holds."""
+    start = time.monotonic()
+    if self.config.model.lora_rank:
+      self.learner.init_state(self._initial_params())  # The frozen ones.
+    trained, _ = lora.split(self.learner.param_shapes)
+    state = run_state.read(
+      saved.folder, learner=self.learner.abstract_state(), snapshot=trained
+    )
+    self.state = state.learner
+    self._placement.keep(self.learner.frozen)
+    self.ring.restore(state.ring, groups_in_flight=len(state.actor.in_flight))
+    prompts = {prompt.id: prompt for prompt in self.prompts.train}
+    self.actor.restore(state.actor, prompts)
+    self.summary.restore(state.meters["summary"])
+    self.rewards.restore(state.meters["rewards"])
+    self.checkpoints.resumed_from(saved)
+    # Generated and not verified then: their prompts are known by their ids.
+    self._verify(
+      [
+        TrajectoryGroup(group_id, prompts[group[0].prompt_id], tuple(group))
+        for group_id, group in state.ring.awaiting.items()
+      ]
+    )
+    if self.config.synchronous:
+      self._join_verifier()  # Before more is generated.
+    self.progress.message(
+      f"goes on after step {saved.step}, from {saved.folder} "
+      f"({time.monotonic() - start:.1f} s): {self.ring.accounting()}; "
+      f"{len(state.actor.in_flight)} groups are generated again"
+    )
+
+  def _capture(self) -> run_state.RunState:
+    """The run between two steps, for a checkpoint."""
+    with self.actor.captured() as generation:
+      ring = self.ring.capture()
+    return run_state.RunState(
+      step=self._step,
+      config=config_lib.to_dict(self.config),
+      accuracy=self.summary.accuracy_at(self._step),
+      # Copies: the state is donated to the next step.
+      learner=jax.tree.map(np.array, self.state),
+      ring=ring,
+      actor=generation,
+      meters={
+        "summary": self.summary.state(self.verifier.metrics()),
+        "rewards": self.rewards.state(),
+      },
+    )
 
   # ------------------------------------------------------------------- stages
 
@@ -316,7 +422,7 @@ class Run:
 
     def advance(values: Mapping[str, float]) -> None:
       self.progress.advance(1, **values)
-      self.ring.check()
+      self._check()
 
     return warm_start(
       self.policy,
@@ -342,9 +448,18 @@ class Run:
       held = self._rollout_snapshot = self._placement.place(newest)
     return held
 
+  def _newest_for_rollouts(self) -> PolicySnapshot:
+    if self.config.synchronous:
+      self._check()  # This is the loop's thread.
+    return self._newest_on_rollout_mesh()
+
   def _verify_for_training(self, groups: Sequence[TrajectoryGroup]) -> None:
     """Generated groups: counted by the ring, then verified, then admitted."""
     self.ring.begin(groups)
+    self._verify(groups)
+
+  def _verify(self, groups: Sequence[TrajectoryGroup]) -> None:
+    """Groups that the ring counted: verified, then admitted."""
 
     def admit(group: TrajectoryGroup) -> None:
       self.rewards.add(group)
@@ -363,7 +478,7 @@ class Run:
       try:
         done.append(scored.get(timeout=_POLL_S))
       except queue.Empty:
-        self.ring.check()
+        self._check()
     return sorted(done, key=lambda group: group.group_id)
 
   # --------------------------------------------------------------- one step
@@ -387,6 +502,9 @@ class Run:
       except Starved as error:
         if barred:
           raise Starved(barred) from error
+        raise
+      except RingClosed:
+        self._check()
         raise
       finally:
         self.summary.learner_waited(time.monotonic() - start)
@@ -436,6 +554,7 @@ class Run:
         return self.ring.take(needed, 0.0, waited_s=limit)
       self.actor.generate()
       self._join_verifier()
+      self._check()
     return pool
 
   def _join_verifier(self) -> None:
@@ -446,7 +565,7 @@ class Run:
       try:
         return self.verifier.join(min(left, _POLL_S))
       except TimeoutError as error:
-        self.ring.check()
+        self._check()
         if left <= _POLL_S:
           limit = self.config.replay.timeout_s
           raise TimeoutError(
@@ -601,6 +720,7 @@ class Run:
       **_prefixed("fate", accounting.counts()),
       **self.summary.speeds(occupancy, self.actor.metrics()),
       **self._waits(),
+      **self.checkpoints.metrics(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
     if values["train/skipped"]:
@@ -636,7 +756,7 @@ class Run:
       self.progress.alarm(f"some samples stay unverified: {error}")
 
   def _clean_up(self, error: BaseException | None) -> BaseException | None:
-    """Ends threads and processes and saves the learner's state.
+    """Ends threads and processes, and saves the run.
 
     Whichever of it fails, the rest is done. A failure is the run's error if it
     had none, and a note on the one that it had.
@@ -646,8 +766,8 @@ class Run:
       self.ring.close,
       self.actor.stop,
       self.verifier.close,
-      self._save_state,
-      self.ring.accounting().check,
+      self._save_at_the_end,
+      lambda: self.ring.accounting().check(),
     ):
       try:
         clean_up()
@@ -658,13 +778,22 @@ class Run:
           error.add_note(f"While ending the run: {failure!r}")
     return error
 
-  def _save_state(self) -> None:
-    if self.state is not None:
-      checkpoint.save(self.workdir / "checkpoint", self.state)
+  def _save_at_the_end(self) -> None:
+    """Unless that step is saved already, or nothing is there to save.
+
+    A step that failed half-way is not saved: its samples would count as new.
+    """
+    self.checkpoints.wait()
+    if (
+      self.state is not None
+      and self.checkpoints.saved_step != self._step
+      and self.ring.is_at(self._step)
+    ):
+      self.checkpoints.save(self._capture, wait=True)
 
   def _summarize(self, error: BaseException | None) -> dict[str, Any]:
     """Writes ``summary.json``, last of all, and the learning curve."""
-    self.summary.ended(error, interrupted=interrupted(error))
+    self.summary.ended(error, interrupted=isinstance(error, Interrupted))
     summary = self.summary.to_dict(
       self.ring.accounting(),
       self.ring.occupancy(),
@@ -675,6 +804,7 @@ class Run:
     summary["compiles"] = self.learner.compiles() | self.actor.compiles()
     self.writer.write_json("summary.json", summary)
     self.writer.close()
+    self._lock.close()
     metrics.save_learning_curve(self.workdir)
     self.progress.message(
       f"{summary['status']}: {summary['steps']} steps in "
@@ -704,27 +834,6 @@ def _with_tokenizer(
   if prompts.tokenizer or checkpoint is None:
     return prompts
   return dataclasses.replace(prompts, tokenizer=str(checkpoint))
-
-
-def _open_workdir(workdir: pathlib.Path) -> metrics.MetricsWriter:
-  """Creates the run's folder and the files that grow with it.
-
-  Raises:
-    ConfigError: It holds a run, or cannot be written to.
-  """
-  try:
-    if (workdir / "config.json").exists():
-      raise ConfigError(
-        [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
-      )
-    return metrics.MetricsWriter(workdir)
-  except OSError as error:
-    raise ConfigError(
-      [
-        f"workdir = {workdir} is no folder to write to: {error.strerror}. "
-        f"Try --workdir=runs/{workdir.name}."
-      ]
-    ) from error
 
 
 def _prompt_problems(

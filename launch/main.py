@@ -11,7 +11,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from darl_jax import config as config_lib
-from darl_jax.loop import Run, Starved, interrupted
+from darl_jax.loop import Interrupted, Run, Starved
 from darl_jax.prompts import dataset
 from darl_jax.sharding import meshes
 
@@ -25,10 +25,12 @@ def define_flags() -> None:
 
 def main(_) -> int:
   runs: list[Run] = []
+  asked: list[int] = []
 
   def stop(signum, _) -> None:
-    if not runs or runs[0].stopping:  # Nothing to save, or asked for twice.
+    if not runs or asked:  # Nothing to save, or asked for twice.
       os._exit(128 + signum)
+    asked.append(signum)
     runs[0].interrupt()
 
   signal.signal(signal.SIGINT, stop)
@@ -48,11 +50,15 @@ def main(_) -> int:
   except Starved as error:
     print(f"Starved: {error}", file=sys.stderr)
     return 1
-  except Exception as error:
-    if not interrupted(error):
-      raise
-    print(f"stopped on request; see {workdir}/summary.json", file=sys.stderr)
-    return 130
+  except Interrupted:
+    print(
+      f"stopped on request; see {workdir}/summary.json. The same command with "
+      f"--workdir={workdir} goes on.",
+      file=sys.stderr,
+    )
+    # A machine that is taken away has got what it asked for; a person has not
+    # got what they started.
+    return 0 if asked == [signal.SIGTERM] else 130
   return 0
 
 

@@ -26,6 +26,7 @@ LAYERS = (
     "planner",
     "parity",
     "generate",
+    "workdir",
   ),
   ("loop",),
 )
