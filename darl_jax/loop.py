@@ -12,12 +12,13 @@ checkpoint left it.
 """
 
 import dataclasses
+import functools
 import pathlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from etils import epath
 from darl_jax import config as config_lib
 from darl_jax import metrics
 from darl_jax import workdir as workdir_lib
-from darl_jax.checkpoint import changes, run_state
+from darl_jax.checkpoint import changes, run_state, sealed
 from darl_jax.checkpoint.store import Checkpoints, Found
 from darl_jax.config import ConfigError, PromptsConfig, RunConfig
 from darl_jax.evaluate import Evaluation, Evaluator
@@ -38,6 +39,12 @@ from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.prompts.stop_strings import StopStrings
 from darl_jax.replay import batching, selection
+from darl_jax.replay.recording import (
+  RecordingRing,
+  ReplayedRing,
+  Schedule,
+  ScheduleWriter,
+)
 from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
@@ -57,6 +64,14 @@ _NUM_MIXED = 8
 
 class Interrupted(Exception):
   """The run was asked to stop, by Ctrl-C or SIGTERM."""
+
+
+class _Replayed(NamedTuple):
+  """What a replay does for the threads of the recorded run."""
+
+  submit: Callable[[], None]
+  advance: Callable[[], Sequence[TrajectoryGroup]]
+  admit: Callable[[TrajectoryGroup], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +102,8 @@ class Run:
     config: RunConfig,
     workdir: pathlib.Path,
     *,
+    record: bool = False,
+    replay: Schedule | None = None,
     make_engine: Callable[..., Engine] = Engine,
   ):
     """Builds every stage; starts the verifier's processes and nothing else.
@@ -95,6 +112,10 @@ class Run:
       config: Parsed and checked.
       workdir: Created if absent. A run in it that was not finished is gone on
         with, from its newest checkpoint.
+      record: Write the schedule of this process to the workdir, for
+        ``replay``.
+      replay: Do what was recorded, in one thread, and compare. The config is
+        that of the recorded run.
       make_engine: Builds the sampler of the training rollouts.
 
     Raises:
@@ -109,6 +130,7 @@ class Run:
       epath.Path(config.checkpoint.directory or workdir / "checkpoints"),
       say=self.progress.alarm,
     )
+    self._replay = replay
     self._saved = self._find_saved()
     self.meshes = meshes.split_devices(config.mesh)
     self.checkpoint = _locate_checkpoint(config)
@@ -132,13 +154,8 @@ class Run:
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype(config.rollout.dtype),
     )
-    self.ring = Ring(
-      config.replay,
-      advantage=config.objective.advantage,
-      reward_tolerance=config.objective.reward_tolerance,
-      groups_per_version=config.rollout.prompts_per_batch,
-      truncated=config.rollout.truncates,
-    )
+    self._schedule: ScheduleWriter | None = None
+    self.ring = self._make_ring(record)
     self._placement = Placement(
       self.policy,
       mesh=self.meshes.rollout,
@@ -185,6 +202,12 @@ class Run:
       decode=tokenizer.decode,
       fail=self.ring.close,
     )
+    if replay is not None:
+      self.ring.producers = _Replayed(
+        submit=self.actor.submit,
+        advance=self.actor.replay_round,
+        admit=self._admit,
+      )
     self.rewards = RewardMeter()
     self.summary = Summary()
     self.state: TrainState | None = None
@@ -254,7 +277,7 @@ class Run:
     config = self.config
     self.progress.stage("train", config.num_steps, done=self._step)
     self.summary.training_started()
-    if not config.synchronous:
+    if not config.synchronous and self._replay is None:
       self.actor.start()
     for version in range(self._step, config.num_steps):
       self._check()
@@ -310,12 +333,42 @@ class Run:
 
   # -------------------------------------------------------- begin and go on
 
+  def _make_ring(self, record: bool) -> Ring:
+    config = self.config
+    make = Ring
+    if self._replay is not None:
+      make = functools.partial(ReplayedRing, schedule=self._replay)
+    elif record:
+      make = functools.partial(RecordingRing, record=self._record)
+    return make(
+      config.replay,
+      advantage=config.objective.advantage,
+      reward_tolerance=config.objective.reward_tolerance,
+      groups_per_version=config.rollout.prompts_per_batch,
+      truncated=config.rollout.truncates,
+    )
+
+  def _record(self, event: Any) -> None:
+    """The first event of a process begins its file."""
+    if self._schedule is None:
+      step = self._saved.step if self._saved else 0
+      header = {
+        "config": config_lib.to_dict(self.config),
+        "step": step,
+        "checkpoint": str(self._saved.folder) if self._saved else None,
+      }
+      path = self.workdir / f"schedule_{step:08d}.jsonl"
+      self._schedule = ScheduleWriter(path, header)
+    self._schedule.write(event)
+
   def _find_saved(self) -> Found | None:
     """The checkpoint to go on from.
 
     Raises:
       ConfigError: There is one, and this run cannot go on from it.
     """
+    if self._replay is not None:
+      return _recorded_checkpoint(self._replay)
     saved = self.checkpoints.newest()
     problems = workdir_lib.problems(
       self.workdir,
@@ -440,18 +493,17 @@ class Run:
       self.learner.snapshot(self.state.params, version=version)
     )
 
-  def _newest_on_rollout_mesh(self) -> PolicySnapshot:
-    """All parameters of the ring's newest snapshot, moved when it is new."""
-    newest = self.ring.latest()
+  def _on_rollout_mesh(self, snapshot: PolicySnapshot) -> PolicySnapshot:
+    """All parameters of a snapshot, moved where it is not the last one."""
     held = self._rollout_snapshot
-    if held is None or held.version != newest.version:
-      held = self._rollout_snapshot = self._placement.place(newest)
+    if held is None or held.version != snapshot.version:
+      held = self._rollout_snapshot = self._placement.place(snapshot)
     return held
 
   def _newest_for_rollouts(self) -> PolicySnapshot:
     if self.config.synchronous:
       self._check()  # This is the loop's thread.
-    return self._newest_on_rollout_mesh()
+    return self._on_rollout_mesh(self.ring.latest())
 
   def _verify_for_training(self, groups: Sequence[TrajectoryGroup]) -> None:
     """Generated groups: counted by the ring, then verified, then admitted."""
@@ -460,12 +512,14 @@ class Run:
 
   def _verify(self, groups: Sequence[TrajectoryGroup]) -> None:
     """Groups that the ring counted: verified, then admitted."""
+    if self._replay is not None:
+      self.ring.hold(groups)  # Their rewards are recorded.
+    else:
+      self.verifier.submit(groups, deliver=self._admit)
 
-    def admit(group: TrajectoryGroup) -> None:
-      self.rewards.add(group)
-      self.ring.admit(group)
-
-    self.verifier.submit(groups, deliver=admit)
+  def _admit(self, group: TrajectoryGroup) -> None:
+    self.rewards.add(group)
+    self.ring.admit(group)
 
   def _verify_now(
     self, groups: Sequence[TrajectoryGroup]
@@ -675,7 +729,8 @@ class Run:
   def _evaluate(self, step: int) -> None:
     """Held-out accuracy of the newest snapshot, and some of its answers."""
     with self._rollout_mesh_free:  # Room for the snapshot, too.
-      answered = self.evaluator.answer(self._newest_on_rollout_mesh())
+      newest = self._on_rollout_mesh(self.ring.snapshot(step))
+      answered = self.evaluator.answer(newest)
     evaluation = self.evaluator.judge(self._verify_now(answered))
     self.summary.evaluated(step, evaluation.accuracy)
     self.writer.write(step, evaluation.metrics())
@@ -805,6 +860,12 @@ class Run:
     self.writer.write_json("summary.json", summary)
     self.writer.close()
     self._lock.close()
+    if self._schedule is not None:
+      self._schedule.close()
+    if self._replay is not None:
+      self.progress.message(
+        f"{self.ring.done} events were done again, bit for bit as recorded"
+      )
     metrics.save_learning_curve(self.workdir)
     self.progress.message(
       f"{summary['status']}: {summary['steps']} steps in "
@@ -812,6 +873,29 @@ class Run:
       f"{metrics.CURVE_FILE}"
     )
     return summary
+
+
+def _recorded_checkpoint(replay: Schedule) -> Found | None:
+  """Where the recorded process began; None where that was the beginning.
+
+  Raises:
+    ConfigError: It is gone.
+  """
+  folder = replay.header["checkpoint"]
+  if folder is None:
+    return None
+  wrong = sealed.damage(epath.Path(folder))
+  if wrong is not None:
+    raise ConfigError(
+      [
+        f"the schedule begins at step {replay.header['step']}, from {folder}, "
+        f"which cannot be read: {wrong}. Try a schedule that begins at step 0, "
+        "or a greater checkpoint.keep_last."
+      ],
+      place="--replay",
+    )
+  header = run_state.read_header(epath.Path(folder))
+  return Found(epath.Path(folder), replay.header["step"], header)
 
 
 def _locate_checkpoint(config: RunConfig) -> pathlib.Path | None:

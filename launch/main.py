@@ -13,6 +13,12 @@ from ml_collections import config_flags
 from darl_jax import config as config_lib
 from darl_jax.loop import Interrupted, Run, Starved
 from darl_jax.prompts import dataset
+from darl_jax.replay.recording import (
+  ReplayDiverged,
+  Schedule,
+  ScheduleEnded,
+  read_schedule,
+)
 from darl_jax.sharding import meshes
 
 
@@ -20,7 +26,20 @@ def define_flags() -> None:
   config_flags.DEFINE_config_file(
     "config", "configs/darl.py", "The run; any field can be set by its name."
   )
-  flags.DEFINE_string("workdir", None, "By default a new folder in runs/.")
+  flags.DEFINE_string(
+    "workdir",
+    None,
+    "By default a new folder in runs/. A run in it that was not finished is "
+    "gone on with.",
+  )
+  flags.DEFINE_bool(
+    "record",
+    False,
+    "Write schedule_*.jsonl, from which the run can be replayed.",
+  )
+  flags.DEFINE_string(
+    "replay", None, "A schedule to run again, bit for bit; --config is its own."
+  )
 
 
 def main(_) -> int:
@@ -40,9 +59,12 @@ def main(_) -> int:
   workdir = pathlib.Path(flags.FLAGS.workdir or pathlib.Path("runs") / new)
   try:
     checks = (dataset.check_config,)
-    config = config_lib.parse(flags.FLAGS.config, extra_checks=checks)
+    schedule = _schedule(flags.FLAGS.replay) if flags.FLAGS.replay else None
+    fields = schedule.header["config"] if schedule else flags.FLAGS.config
+    config = config_lib.parse(fields, extra_checks=checks)
     meshes.prepare_cpu(config.mesh.train.size + config.mesh.rollout.size)
-    runs.append(Run(config, workdir))
+    record = flags.FLAGS.record and not config.synchronous
+    runs.append(Run(config, workdir, record=record, replay=schedule))
     runs[0].execute()
   except config_lib.ConfigError as error:
     print(f"ConfigError: {error}", file=sys.stderr)
@@ -50,6 +72,9 @@ def main(_) -> int:
   except Starved as error:
     print(f"Starved: {error}", file=sys.stderr)
     return 1
+  except (ReplayDiverged, ScheduleEnded) as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1 if isinstance(error, ReplayDiverged) else 0
   except Interrupted:
     print(
       f"stopped on request; see {workdir}/summary.json. The same command with "
@@ -60,6 +85,16 @@ def main(_) -> int:
     # got what they started.
     return 0 if asked == [signal.SIGTERM] else 130
   return 0
+
+
+def _schedule(path: str) -> Schedule:
+  try:
+    return read_schedule(path)
+  except (OSError, ValueError) as error:
+    raise config_lib.ConfigError(
+      [f"{error}. Try a schedule_*.jsonl of a run with --record."],
+      place="--replay",
+    ) from error
 
 
 if __name__ == "__main__":

@@ -681,7 +681,7 @@ def by_name(params) -> dict[str, np.ndarray]:
 
 def sampled_with(run: loop.Run) -> dict:
   """The sampler's parameters, with all layers in one array again."""
-  params = run._newest_on_rollout_mesh().params
+  params = run._on_rollout_mesh(run.ring.latest()).params
   layers = jax.tree.map(lambda *parts: np.stack(parts), *params["layers"])
   return {**params, "layers": layers}
 
@@ -707,7 +707,7 @@ class AdapterTest(parameterized.TestCase):
     self.assertEqual(learner.keys(), by_name(model).keys())
     for name, leaf in by_name(model).items():
       np.testing.assert_array_equal(learner[name], leaf, name)
-    sampler = by_name(run._newest_on_rollout_mesh().params)
+    sampler = by_name(run._on_rollout_mesh(run.ring.latest()).params)
     for name, leaf in by_name(run.policy.unstacked(model)).items():
       np.testing.assert_array_equal(sampler[name], leaf, name)
 

@@ -3,124 +3,30 @@
 import dataclasses
 import errno
 import functools
-import itertools
-import json
 import pathlib
-import runpy
 import shutil
-import sys
 from unittest import mock
 
 import jax
 import numpy as np
-import pytest
 from absl.testing import parameterized
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import darl, sync_grpo
 from darl_jax import config, loop, metrics
 from darl_jax.checkpoint import run_state, sealed, store
+from tests.fixtures.runs import (
+  Ended,
+  compile_once,  # noqa: F401, a fixture
+  execute,
+  interrupt_at,
+  kill_at,
+  leaves,
+  make_config,
+  new_workdir,
+)
 
-FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-shrink = runpy.run_path(str(FIXTURES / "tiny_config.py"))["shrink"]
 # Of metrics: what the clock decides, and what counts processes.
 UNTIMED = ("time", "speed/", "wait/", "seconds", "checkpoint/", "verify/")
-
-_COMPILE_ONCE = {
-  "jax_compilation_cache_dir": None,
-  "jax_persistent_cache_min_compile_time_secs": 0.0,
-  "jax_disable_most_optimizations": True,
-}
-_numbers = itertools.count()
-_folder: pathlib.Path  # Of this module's runs.
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-  """Each process of a run has the same programs: XLA compiles them once."""
-  global _folder
-  _folder = tmp_path_factory.mktemp("runs")
-  default = {name: jax.config.values[name] for name in _COMPILE_ONCE}
-  values = _COMPILE_ONCE | {"jax_compilation_cache_dir": str(_folder / "xla")}
-  for name, value in values.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in default.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-
-
-def new_workdir() -> pathlib.Path:
-  return _folder / f"run{next(_numbers)}"
-
-
-def make_config(module, **changes) -> config.RunConfig:
-  """A shrunk config; ``replay__min_batch=3`` sets a field."""
-  fields = shrink(module.get_config())
-  fields.checkpoint.update(dict(every=2, keep_last=3, keep_best=0))
-  fields.evaluate.every = 3
-  for name, value in changes.items():
-    *path, field = name.split("__")
-    functools.reduce(getattr, path, fields)[field] = value
-  return config.parse(fields)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-  run: loop.Run
-  error: Exception | None
-  summary: dict
-  said: list[str]
-
-
-def execute(run_config, workdir, *, prepare=None) -> Ended:
-  """One process of a run, to its end or to a fault."""
-  task = {"verifier": "varied_verifier:Varied", "arguments": {}}
-  said = []
-  with (
-    mock.patch.object(sys, "path", [*sys.path, str(FIXTURES)]),
-    mock.patch.object(loop.dataset, "verifier_task", return_value=task),
-    mock.patch.object(metrics.Progress, "message", lambda _, t: said.append(t)),
-    mock.patch.object(metrics.Progress, "alarm", lambda _, t: said.append(t)),
-  ):
-    run = loop.Run(run_config, workdir)
-    if prepare is not None:
-      prepare(run)
-    try:
-      run.execute()
-      error = None
-    except Exception as raised:
-      error = raised
-  summary = json.loads((workdir / "summary.json").read_text())
-  return Ended(run, error, summary, said)
-
-
-def interrupt_at(step):
-  """Asks the run to stop while it takes that step."""
-
-  def prepare(run):
-    take_step = run.learner.step
-
-    def interrupted_step(state, batch):
-      result = take_step(state, batch)
-      if int(result[0].step) == step:
-        run.interrupt()
-      return result
-
-    run.learner.step = interrupted_step
-
-  return prepare
-
-
-def kill_at(step):
-  """After that step nothing more is saved, as if the process were killed."""
-
-  def prepare(run):
-    interrupt_at(step)(run)
-    run._save_at_the_end = run.checkpoints.wait
-
-  return prepare
 
 
 def untimed(workdir) -> list[dict]:
@@ -128,10 +34,6 @@ def untimed(workdir) -> list[dict]:
     {k: v for k, v in row.items() if not any(name in k for name in UNTIMED)}
     for row in metrics.read_metrics(workdir)
   ]
-
-
-def leaves(state) -> list[np.ndarray]:
-  return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def assert_accounts_add_up(test, ended: Ended) -> None:

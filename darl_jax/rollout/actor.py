@@ -121,6 +121,31 @@ class Actor:
     self._hand_on(groups)
     return stats
 
+  def submit(self) -> None:
+    """Draws a batch of prompts and queues it: half a round of the thread."""
+    first_group_id, prompts = self._draw()
+    for index, prompt in enumerate(prompts):
+      self._engine.submit(prompt, first_group_id + index)
+
+  def advance(self) -> list[TrajectoryGroup]:
+    """One chunk under the newest weights: the other half.
+
+    Returns:
+      Groups that are complete, to be handed on.
+    """
+    with self._exclusive:
+      return self._engine.step(self._fetch_unless_stopped())
+
+  def replay_round(self) -> list[TrajectoryGroup]:
+    """``advance`` of a recorded round; what is requeued comes first."""
+    if self._requeued:
+      self.submit()
+    groups = self.advance()
+    with self._lock:
+      for group in groups:
+        del self._in_flight[group.group_id]
+    return groups
+
   @contextlib.contextmanager
   def captured(self) -> Iterator[ActorState]:
     """Where generation stands; nothing is drawn or handed on meanwhile.
@@ -214,12 +239,9 @@ class Actor:
         if self._requeued or (
           engine.free_slots and self._reserve(size, patience)
         ):
-          first_group_id, prompts = self._draw()
-          for index, prompt in enumerate(prompts):
-            engine.submit(prompt, first_group_id + index)
+          self.submit()
         if engine.pending:
-          with self._exclusive:
-            groups = engine.step(self._fetch_unless_stopped())
+          groups = self.advance()
           if groups:
             self._hand_on(groups)
     except _Stopped:
