@@ -50,7 +50,8 @@ from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
-from darl_jax.sharding import meshes, transfer
+from darl_jax.sampler_parity import SamplerParity
+from darl_jax.sharding import meshes
 from darl_jax.summary import RewardMeter, Summary
 from darl_jax.types import Params, PolicySnapshot, TrainState, TrajectoryGroup
 
@@ -58,8 +59,6 @@ from darl_jax.types import Params, PolicySnapshot, TrainState, TrajectoryGroup
 _POLL_S = 0.2
 # Held-out answers written down at each evaluation, for people to read.
 _NUM_SAMPLES = 8
-# Trajectories of several versions that are computed again under each of them.
-_NUM_MIXED = 8
 
 
 class Interrupted(Exception):
@@ -113,7 +112,7 @@ class Run:
       workdir: Created if absent. A run in it that was not finished is gone on
         with, from its newest checkpoint.
       record: Write the schedule of this process to the workdir, for
-        ``replay``.
+        ``replay``. A synchronous run has none.
       replay: Do what was recorded, in one thread, and compare. The config is
         that of the recorded run.
       make_engine: Builds the sampler of the training rollouts.
@@ -156,6 +155,7 @@ class Run:
     )
     self._schedule: ScheduleWriter | None = None
     self.ring = self._make_ring(record)
+    self.parity = SamplerParity(self.learner, config.learner, self.ring)
     self._placement = Placement(
       self.policy,
       mesh=self.meshes.rollout,
@@ -324,7 +324,10 @@ class Run:
     """
     self.ring.check()
     if self.stopping:
-      raise Interrupted("the run was asked to stop")
+      raise Interrupted(
+        f"stopped on request; see {self.workdir}/summary.json. The same "
+        f"command with --workdir={self.workdir} goes on."
+      )
 
   @property
   def _step(self) -> int:
@@ -338,7 +341,7 @@ class Run:
     make = Ring
     if self._replay is not None:
       make = functools.partial(ReplayedRing, schedule=self._replay)
-    elif record:
+    elif record and not config.synchronous:
       make = functools.partial(RecordingRing, record=self._record)
     return make(
       config.replay,
@@ -562,7 +565,7 @@ class Run:
         raise
       finally:
         self.summary.learner_waited(time.monotonic() - start)
-      plan = self._plan(pool.entries)
+      plan = batching.ScoringPlan.of(pool.entries, config.learner)
       # All are dispatched before the first is waited for.
       results = [self.learner.score(params, batch) for batch in plan.batches]
       stats = plan.statistics([moments for _, moments in results])
@@ -591,8 +594,13 @@ class Run:
       rng=rng,
       report={
         **_prefixed("select", report),
-        **self._parity(pool, plan, per_token),
-        **self._mixed_parity(pool),
+        **self.parity.newest(pool, plan, per_token),
+        **(
+          {}
+          # As often as answers are evaluated: it computes much again.
+          if version % config.evaluate.every
+          else self.parity.mixed(pool)
+        ),
       },
     )
 
@@ -625,104 +633,6 @@ class Run:
           raise TimeoutError(
             f"verification took longer than replay.timeout_s = {limit:g}"
           ) from error
-
-  def _plan(self, entries: Sequence[Entry]) -> batching.ScoringPlan:
-    """Packs trajectories for the scoring pass (method 2.1)."""
-    learner = self.config.learner
-    return batching.ScoringPlan(
-      entries, score_rows=learner.score_rows, row_tokens=learner.row_tokens
-    )
-
-  def _parity(
-    self, pool: Pool, plan: batching.ScoringPlan, per_token: np.ndarray
-  ) -> dict[str, float]:
-    """How the sampler's log-probs compare with the learner's, per token.
-
-    Of the newest trajectories that a single version sampled from end to end,
-    under that version: all of them where the scoring pass was under it, or else
-    one dispatch, computed again.
-    """
-    whole = [
-      (entry.trajectory.begun_by, i)
-      for i, entry in enumerate(pool.entries)
-      if entry.trajectory.policy_version[-1] == entry.trajectory.begun_by
-    ]
-    if not whole:
-      return {}
-    sampler, _ = max(whole)
-    newest = [i for version, i in whole if version == sampler]
-    if sampler == pool.version:
-      chosen = [pool.entries[i].trajectory for i in newest]
-      logprobs = plan.tokens_of(per_token, np.array(newest))
-      behavior = np.concatenate([t.behavior_logprobs for t in chosen])
-      mask = np.concatenate([t.loss_mask for t in chosen])
-    else:
-      try:
-        params = self._on_train_mesh(self.ring.snapshot(sampler))
-      except KeyError:  # Beyond replay.snapshot_bytes.
-        return {}
-      batch = next(self._plan([pool.entries[i] for i in newest]).batches)
-      logprobs = np.asarray(self.learner.score(params, batch)[0])
-      behavior, mask = batch.behavior_logprobs, batch.loss_mask
-    gaps = np.abs(logprobs - behavior)[mask]
-    p95, largest = float(np.quantile(gaps, 0.95)), float(np.max(gaps))
-    bound = self.config.learner.parity_alarm
-    if p95 > bound:
-      self.progress.alarm(
-        f"sampler and learner disagree: the 95th percentile of their "
-        f"log-probs' difference is {p95:.2g} nats, above "
-        f"learner.parity_alarm = {bound:g}"
-      )
-    return {"parity/p95": p95, "parity/max": largest}
-
-  def _mixed_parity(self, pool: Pool) -> dict[str, float]:
-    """What it costs to go on under new weights with what old ones cached.
-
-    Each token of the newest trajectories that several versions sampled, against
-    a forward pass of all tokens before it under the token's own version. With
-    ``rollout.update`` "recompute" that is what sampled it; with "swap" the
-    earlier keys and values were others. As often as answers are evaluated.
-    """
-    if pool.version % self.config.evaluate.every:
-      return {}
-    mixed = [
-      entry
-      for entry in pool.entries
-      if entry.trajectory.policy_version[-1] != entry.trajectory.begun_by
-    ][-_NUM_MIXED:]
-    if not mixed:
-      return {}
-    plan = self._plan(mixed)
-    batches = list(plan.batches)
-    trajectories = [entry.trajectory for entry in mixed]
-    versions, behavior, mask = (
-      np.concatenate([getattr(t, name) for t in trajectories])
-      for name in ("policy_version", "behavior_logprobs", "loss_mask")
-    )
-    gaps = []
-    for version in np.unique(versions[mask]):
-      try:
-        params = self._on_train_mesh(self.ring.snapshot(int(version)))
-      except KeyError:  # Evicted, or beyond replay.snapshot_bytes.
-        continue
-      results = [self.learner.score(params, batch)[0] for batch in batches]
-      logprobs = plan.tokens_of(plan.per_token(results), np.arange(len(mixed)))
-      here = mask & (versions == version)
-      gaps.append(np.abs(logprobs - behavior)[here])
-    if not gaps:
-      return {}
-    each = np.concatenate(gaps)
-    return {
-      "parity/mixed_p95": float(np.quantile(each, 0.95)),
-      "parity/mixed_max": float(np.max(each)),
-    }
-
-  def _on_train_mesh(self, snapshot: PolicySnapshot) -> Params:
-    return transfer.to_mesh(
-      snapshot.params,
-      shardings=self.learner.trained_shardings,
-      dtype=jnp.dtype(jnp.float32),
-    )
 
   # ------------------------------------------------------------ what is seen
 
@@ -827,8 +737,8 @@ class Run:
       try:
         clean_up()
       except Exception as failure:
-        if error is None:
-          error = failure
+        if error is None or isinstance(error, Interrupted):
+          error = failure  # Being asked to stop was none.
         else:
           error.add_note(f"While ending the run: {failure!r}")
     return error

@@ -11,15 +11,25 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from darl_jax import config as config_lib
+from darl_jax.checkpoint.store import CheckpointFailed
 from darl_jax.loop import Interrupted, Run, Starved
 from darl_jax.prompts import dataset
 from darl_jax.replay.recording import (
   ReplayDiverged,
-  Schedule,
   ScheduleEnded,
   read_schedule,
 )
 from darl_jax.sharding import meshes
+
+# What a run ends with, in words and without a traceback.
+_STATUS = {
+  config_lib.ConfigError: 2,
+  Starved: 1,
+  CheckpointFailed: 1,
+  Interrupted: 130,
+  ReplayDiverged: 1,
+  ScheduleEnded: 0,
+}
 
 
 def define_flags() -> None:
@@ -43,58 +53,34 @@ def define_flags() -> None:
 
 
 def main(_) -> int:
-  runs: list[Run] = []
   asked: list[int] = []
+  run: Run | None = None
 
   def stop(signum, _) -> None:
-    if not runs or asked:  # Nothing to save, or asked for twice.
+    if run is None or asked:  # Nothing to save, or asked for twice.
       os._exit(128 + signum)
     asked.append(signum)
-    runs[0].interrupt()
+    run.interrupt()
 
   signal.signal(signal.SIGINT, stop)
   signal.signal(signal.SIGTERM, stop)
-  name = config_flags.get_config_filename(flags.FLAGS["config"])
+  given = flags.FLAGS
+  name = config_flags.get_config_filename(given["config"])
   new = f"{pathlib.Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-  workdir = pathlib.Path(flags.FLAGS.workdir or pathlib.Path("runs") / new)
+  workdir = pathlib.Path(given.workdir or pathlib.Path("runs") / new)
   try:
+    schedule = read_schedule(given.replay) if given.replay else None
+    fields = schedule.header["config"] if schedule else given.config
     checks = (dataset.check_config,)
-    schedule = _schedule(flags.FLAGS.replay) if flags.FLAGS.replay else None
-    fields = schedule.header["config"] if schedule else flags.FLAGS.config
     config = config_lib.parse(fields, extra_checks=checks)
     meshes.prepare_cpu(config.mesh.train.size + config.mesh.rollout.size)
-    record = flags.FLAGS.record and not config.synchronous
-    runs.append(Run(config, workdir, record=record, replay=schedule))
-    runs[0].execute()
-  except config_lib.ConfigError as error:
-    print(f"ConfigError: {error}", file=sys.stderr)
-    return 2
-  except Starved as error:
-    print(f"Starved: {error}", file=sys.stderr)
-    return 1
-  except (ReplayDiverged, ScheduleEnded) as error:
+    run = Run(config, workdir, record=given.record, replay=schedule)
+    run.execute()
+  except tuple(_STATUS) as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    return 1 if isinstance(error, ReplayDiverged) else 0
-  except Interrupted:
-    print(
-      f"stopped on request; see {workdir}/summary.json. The same command with "
-      f"--workdir={workdir} goes on.",
-      file=sys.stderr,
-    )
-    # A machine that is taken away has got what it asked for; a person has not
-    # got what they started.
-    return 0 if asked == [signal.SIGTERM] else 130
+    # A machine that is taken away has got what it asked for: the run is saved.
+    return 0 if asked == [signal.SIGTERM] else _STATUS[type(error)]
   return 0
-
-
-def _schedule(path: str) -> Schedule:
-  try:
-    return read_schedule(path)
-  except (OSError, ValueError) as error:
-    raise config_lib.ConfigError(
-      [f"{error}. Try a schedule_*.jsonl of a run with --record."],
-      place="--replay",
-    ) from error
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ LAYERS = (
     "parity",
     "generate",
     "workdir",
+    "sampler_parity",
   ),
   ("loop",),
 )

@@ -124,7 +124,7 @@ class ReplayTest(parameterized.TestCase):
     path = runs.new_workdir()
     for text in ("", "[]\n", '{"format": 0}\n', "{}\n", "{\n"):
       path.write_text(text)
-      with self.assertRaisesRegex(ValueError, "is no schedule"):
+      with self.assertRaisesRegex(config.ConfigError, "is no schedule"):
         recording.read_schedule(path)
 
   def test_every_event_is_on_the_disk_at_once(self):

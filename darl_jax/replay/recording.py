@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from darl_jax import types
+from darl_jax.config import ConfigError
 from darl_jax.replay.ring import Entry, Pool, Ring
 
 FORMAT = 1
@@ -80,16 +81,21 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
   """What a ``ScheduleWriter`` wrote; half a line at the end is ignored.
 
   Raises:
-    OSError: It cannot be read.
-    ValueError: It is no schedule, or of another format.
+    ConfigError: It cannot be read, is no schedule, or is of another format.
   """
-  lines = pathlib.Path(path).read_bytes().split(b"\n")[:-1]
   try:
+    lines = pathlib.Path(path).read_bytes().split(b"\n")[:-1]
     header, *events = map(json.loads, lines)
     if header["format"] != FORMAT:
       raise ValueError(f"format {header['format']} instead of {FORMAT}")
-  except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(f"{path} is no schedule: {error}") from error
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ConfigError(
+      [
+        f"{path} is no schedule: {error}. Try a schedule_*.jsonl of a run "
+        "with --record."
+      ],
+      place="--replay",
+    ) from error
   return Schedule(header, events)
 
 
