@@ -146,4 +146,7 @@ def get_config() -> config_dict.ConfigDict:
       max_grad_norm_ratio=20.0,
     )
   )
+  config.checkpoint = config_dict.ConfigDict(
+    dict(directory="", every=100, keep_last=2, keep_best=1)
+  )
   return config

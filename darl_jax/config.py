@@ -481,6 +481,26 @@ class WatchConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """What a run that is killed goes on from.
+
+  Attributes:
+    directory: Of this run's checkpoints: a folder, or a bucket's path; "" for
+      ``checkpoints`` in the workdir.
+    every: Learner steps between them; there is always one before the first
+      step, and one where the run ends or is asked to stop.
+    keep_last: The newest are kept, so many.
+    keep_best: And so many of those with the best held-out accuracy, among the
+      steps that were both saved and evaluated.
+  """
+
+  directory: Text
+  every: int
+  keep_last: int
+  keep_best: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
   """A whole run.
 
@@ -502,6 +522,7 @@ class RunConfig:
   mesh: MeshConfig
   evaluate: EvaluateConfig
   watch: WatchConfig
+  checkpoint: CheckpointConfig
 
   @property
   def synchronous(self) -> bool:
@@ -838,6 +859,9 @@ _RANGES = {
   "watch.reward_margin": _Range(0, 0.5, open_high=True),
   "watch.max_lost_fraction": _Range(0, open_low=True, infinite=True),
   "watch.max_grad_norm_ratio": _Range(1, open_low=True, infinite=True),
+  "checkpoint.every": _AT_LEAST_1,
+  "checkpoint.keep_last": _AT_LEAST_1,
+  "checkpoint.keep_best": _AT_LEAST_0,
 }
 
 

@@ -7,23 +7,29 @@
 ``Run`` builds the stages and owns what they share; ``Run.train`` is the loop.
 The stages know nothing of each other: they meet here, through ``types.py``.
 With ``replay.max_staleness = 0`` the same stages run in turn in one thread, and
-the run is deterministic.
+the run is deterministic. A run that was killed goes on where its newest
+checkpoint left it.
 """
 
 import dataclasses
+import functools
 import pathlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
-from darl_jax import checkpoint, metrics
 from darl_jax import config as config_lib
+from darl_jax import metrics
+from darl_jax import workdir as workdir_lib
+from darl_jax.checkpoint import changes, run_state, sealed
+from darl_jax.checkpoint.store import Checkpoints, Found
 from darl_jax.config import ConfigError, PromptsConfig, RunConfig
 from darl_jax.evaluate import Evaluation, Evaluator
 from darl_jax.learner.step import Learner
@@ -33,12 +39,19 @@ from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.prompts.stop_strings import StopStrings
 from darl_jax.replay import batching, selection
-from darl_jax.replay.ring import Entry, Pool, Ring, Starved
+from darl_jax.replay.recording import (
+  RecordingRing,
+  ReplayedRing,
+  Schedule,
+  ScheduleWriter,
+)
+from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
-from darl_jax.sharding import meshes, transfer
+from darl_jax.sampler_parity import SamplerParity
+from darl_jax.sharding import meshes
 from darl_jax.summary import RewardMeter, Summary
 from darl_jax.types import (
   Batch,
@@ -53,23 +66,18 @@ from darl_jax.watch import Alarmed, Watch, dump_batch
 _POLL_S = 0.2
 # Held-out answers written down at each evaluation, for people to read.
 _NUM_SAMPLES = 8
-# Trajectories of several versions that are computed again under each of them.
-_NUM_MIXED = 8
 
 
 class Interrupted(Exception):
   """The run was asked to stop, by Ctrl-C or SIGTERM."""
 
 
-def interrupted(error: BaseException | None) -> bool:
-  """Whether ``error`` is what an ``Interrupted`` led to, at any remove.
+class _Replayed(NamedTuple):
+  """What a replay does for the threads of the recorded run."""
 
-  It reaches the loop through the ring, or through the verifier that could not
-  deliver to the ring.
-  """
-  while error is not None and not isinstance(error, Interrupted):
-    error = error.__cause__
-  return error is not None
+  submit: Callable[[], None]
+  advance: Callable[[], Sequence[TrajectoryGroup]]
+  admit: Callable[[TrajectoryGroup], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,21 +108,36 @@ class Run:
     config: RunConfig,
     workdir: pathlib.Path,
     *,
+    record: bool = False,
+    replay: Schedule | None = None,
     make_engine: Callable[..., Engine] = Engine,
   ):
     """Builds every stage; starts the verifier's processes and nothing else.
 
     Args:
       config: Parsed and checked.
-      workdir: Created if absent; must not hold a run.
+      workdir: Created if absent. A run in it that was not finished is gone on
+        with, from its newest checkpoint.
+      record: Write the schedule of this process to the workdir, for
+        ``replay``. A synchronous run has none.
+      replay: Do what was recorded, in one thread, and compare. The config is
+        that of the recorded run.
       make_engine: Builds the sampler of the training rollouts.
 
     Raises:
       ConfigError: The devices, the checkpoint, the prompts or the workdir do
-        not fit.
+        not fit, or what is saved there does not.
     """
     self.config = config
     self.workdir = workdir
+    self.progress = metrics.Progress()
+    self.checkpoints = Checkpoints(
+      config.checkpoint,
+      epath.Path(config.checkpoint.directory or workdir / "checkpoints"),
+      say=self.progress.alarm,
+    )
+    self._replay = replay
+    self._saved = self._find_saved()
     self.meshes = meshes.split_devices(config.mesh)
     self.checkpoint = _locate_checkpoint(config)
     self.prompts = dataset.load(
@@ -137,13 +160,9 @@ class Run:
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype(config.rollout.dtype),
     )
-    self.ring = Ring(
-      config.replay,
-      advantage=config.objective.advantage,
-      reward_tolerance=config.objective.reward_tolerance,
-      groups_per_version=config.rollout.prompts_per_batch,
-      truncated=config.rollout.truncates,
-    )
+    self._schedule: ScheduleWriter | None = None
+    self.ring = self._make_ring(record)
+    self.parity = SamplerParity(self.learner, config.learner, self.ring)
     self._placement = Placement(
       self.policy,
       mesh=self.meshes.rollout,
@@ -169,7 +188,7 @@ class Run:
         seed=config.seed,
       ),
       exclusive=self._rollout_mesh_free,
-      fetch=self._newest_on_rollout_mesh,
+      fetch=self._newest_for_rollouts,
       reserve=self.ring.reserve,
       deliver=self._verify_for_training,
       fail=self.ring.close,
@@ -180,32 +199,40 @@ class Run:
       self.prompts.heldout,
       **engine_arguments,
     )
-    self.writer = _open_workdir(workdir)
+    self._lock = workdir_lib.claim(workdir)
+    self.writer = metrics.MetricsWriter(
+      workdir, last_step=self._saved.step if self._saved else -1
+    )
     self.verifier = VerifierPool(
       config.rewards,
       task=dataset.verifier_task(config.prompts, seed=config.seed),
       decode=tokenizer.decode,
       fail=self.ring.close,
     )
+    if replay is not None:
+      self.ring.producers = _Replayed(
+        submit=self.actor.submit,
+        advance=self.actor.replay_round,
+        admit=self._admit,
+      )
     self.rewards = RewardMeter()
     self.summary = Summary()
     self.watch = Watch(config.watch)
-    self.progress = metrics.Progress()
     self.state: TrainState | None = None
     self.stopping = False
 
   def execute(self) -> dict[str, Any]:
     """The whole run: warm start, evaluation, training, evaluation.
 
-    However it ends, the workdir then says how far it got (``summary.json``)
-    and holds the learner's state of the last finished step.
+    However it ends, the workdir then says how far it got (``summary.json``),
+    and its newest checkpoint is of the last finished step.
 
     Returns:
       The summary.
 
     Raises:
-      RingFailed: Another thread failed, or the run was interrupted; the cause
-        says which.
+      Interrupted: The run was asked to stop, and is saved.
+      RingFailed: Another thread failed; the cause says how.
       Starved: Too few trajectories passed the selection in time.
     """
     self.writer.write_json("config.json", config_lib.to_dict(self.config))
@@ -214,12 +241,10 @@ class Run:
     try:
       with self.progress:
         self._introduce()
-        self.state = self.learner.init_state(
-          self._warm_start(self._initial_params())
-        )
-        self._placement.keep(self.learner.frozen)
-        self._publish(version=0)
-        self._evaluate(0)
+        if self._saved is None:
+          self._begin()
+        else:
+          self._resume(self._saved)
         self.train()
     except BaseException as caught:
       error = caught
@@ -258,11 +283,12 @@ class Run:
   def train(self) -> None:
     """The loop: choose from the ring, step, publish, report."""
     config = self.config
-    self.progress.stage("train", config.num_steps)
+    self.progress.stage("train", config.num_steps, done=self._step)
     self.summary.training_started()
-    if not config.synchronous:
+    if not config.synchronous and self._replay is None:
       self.actor.start()
-    for version in range(config.num_steps):
+    for version in range(self._step, config.num_steps):
+      self._check()
       chosen = self._choose(self.state.params, version)
       batch, placed, batch_metrics = batching.build_batch(
         chosen.entries,
@@ -273,8 +299,8 @@ class Run:
         dead_tokens=chosen.pool.dead_tokens,
         rng=chosen.rng,
       )
-      # Taken up at once: the old state is donated, and what follows raises if
-      # the run was ended meanwhile.
+      # From here to the new version nothing is raised if the run is ended: what
+      # is saved is always between two steps.
       self.state, step_metrics = self.learner.step(self.state, batch)
       ages = self.summary.stepped(version + 1, placed)
       self.ring.mark_trained(placed, chosen.pool)
@@ -290,11 +316,149 @@ class Run:
         self._stop_generating()
       if last or (version + 1) % config.evaluate.every == 0:
         self._evaluate(version + 1)
+      if (version + 1) % config.checkpoint.every == 0:
+        self.checkpoints.save(self._capture)
 
   def interrupt(self) -> None:
     """Ends the run where it waits next; callable from a signal handler."""
     self.stopping = True
-    self.ring.close(Interrupted("the run was asked to stop"))
+    self.ring.close()
+
+  def _check(self) -> None:
+    """For wherever the loop waits: whether it should go on.
+
+    Raises:
+      Interrupted: The run was asked to stop.
+      RingFailed: Another thread failed.
+    """
+    self.ring.check()
+    if self.stopping:
+      raise Interrupted(
+        f"stopped on request; see {self.workdir}/summary.json. The same "
+        f"command with --workdir={self.workdir} goes on."
+      )
+
+  @property
+  def _step(self) -> int:
+    """Learner steps taken."""
+    return int(self.state.step)
+
+  # -------------------------------------------------------- begin and go on
+
+  def _make_ring(self, record: bool) -> Ring:
+    config = self.config
+    make = Ring
+    if self._replay is not None:
+      make = functools.partial(ReplayedRing, schedule=self._replay)
+    elif record and not config.synchronous:
+      make = functools.partial(RecordingRing, record=self._record)
+    return make(
+      config.replay,
+      advantage=config.objective.advantage,
+      reward_tolerance=config.objective.reward_tolerance,
+      groups_per_version=config.rollout.prompts_per_batch,
+      truncated=config.rollout.truncates,
+    )
+
+  def _record(self, event: Any) -> None:
+    """The first event of a process begins its file."""
+    if self._schedule is None:
+      step = self._saved.step if self._saved else 0
+      header = {
+        "config": config_lib.to_dict(self.config),
+        "step": step,
+        "checkpoint": str(self._saved.folder) if self._saved else None,
+      }
+      path = self.workdir / f"schedule_{step:08d}.jsonl"
+      self._schedule = ScheduleWriter(path, header)
+    self._schedule.write(event)
+
+  def _find_saved(self) -> Found | None:
+    """The checkpoint to go on from.
+
+    Raises:
+      ConfigError: There is one, and this run cannot go on from it.
+    """
+    if self._replay is not None:
+      return _recorded_checkpoint(self._replay)
+    saved = self.checkpoints.newest()
+    problems = workdir_lib.problems(
+      self.workdir,
+      str(self.checkpoints.folder),
+      saved_step=saved.step if saved else None,
+      num_steps=self.config.num_steps,
+    )
+    if saved is not None:
+      config = config_lib.to_dict(self.config)
+      fixed, notes = changes.compare(saved.header["config"], config)
+      problems += fixed
+      for note in notes:
+        self.progress.message(f"since it was saved: {note}")
+    if problems:
+      raise ConfigError(problems)
+    return saved
+
+  def _begin(self) -> None:
+    """Version 0: parameters, warm start, and what they are worth."""
+    self.state = self.learner.init_state(
+      self._warm_start(self._initial_params())
+    )
+    self._placement.keep(self.learner.frozen)
+    self._publish(version=0)
+    self._evaluate(0)
+    self.checkpoints.save(self._capture)
+
+  def _resume(self, saved: Found) -> None:
+    """Takes up what a checkpoint holds."""
+    start = time.monotonic()
+    if self.config.model.lora_rank:
+      self.learner.init_state(self._initial_params())  # The frozen ones.
+    trained, _ = lora.split(self.learner.param_shapes)
+    state = run_state.read(
+      saved.folder, learner=self.learner.abstract_state(), snapshot=trained
+    )
+    self.state = state.learner
+    self._placement.keep(self.learner.frozen)
+    self.ring.restore(state.ring, groups_in_flight=len(state.actor.in_flight))
+    prompts = {prompt.id: prompt for prompt in self.prompts.train}
+    self.actor.restore(state.actor, prompts)
+    self.summary.restore(state.meters["summary"])
+    self.rewards.restore(state.meters["rewards"])
+    self.watch.restore(state.meters["watch"])
+    self.checkpoints.resumed_from(saved)
+    # Generated and not verified then: their prompts are known by their ids.
+    self._verify(
+      [
+        TrajectoryGroup(group_id, prompts[group[0].prompt_id], tuple(group))
+        for group_id, group in state.ring.awaiting.items()
+      ]
+    )
+    if self.config.synchronous:
+      self._join_verifier()  # Before more is generated.
+    self.progress.message(
+      f"goes on after step {saved.step}, from {saved.folder} "
+      f"({time.monotonic() - start:.1f} s): {self.ring.accounting()}; "
+      f"{len(state.actor.in_flight)} groups are generated again"
+    )
+
+  def _capture(self) -> run_state.RunState:
+    """The run between two steps, for a checkpoint."""
+    with self.actor.captured() as generation:
+      ring = self.ring.capture()
+    return run_state.RunState(
+      step=self._step,
+      config=config_lib.to_dict(self.config),
+      accuracy=self.summary.accuracy_at(self._step),
+      # Copies: the state is donated to the next step.
+      learner=jax.tree.map(np.array, self.state),
+      ring=ring,
+      actor=generation,
+      meters={
+        "summary": self.summary.state(self.verifier.metrics()),
+        "rewards": self.rewards.state(),
+        "watch": self.watch.state(),
+      },
+    )
 
   # ------------------------------------------------------------------- stages
 
@@ -325,7 +489,7 @@ class Run:
 
     def advance(values: Mapping[str, float]) -> None:
       self.progress.advance(1, **values)
-      self.ring.check()
+      self._check()
 
     return warm_start(
       self.policy,
@@ -343,23 +507,33 @@ class Run:
       self.learner.snapshot(self.state.params, version=version)
     )
 
-  def _newest_on_rollout_mesh(self) -> PolicySnapshot:
-    """All parameters of the ring's newest snapshot, moved when it is new."""
-    newest = self.ring.latest()
+  def _on_rollout_mesh(self, snapshot: PolicySnapshot) -> PolicySnapshot:
+    """All parameters of a snapshot, moved where it is not the last one."""
     held = self._rollout_snapshot
-    if held is None or held.version != newest.version:
-      held = self._rollout_snapshot = self._placement.place(newest)
+    if held is None or held.version != snapshot.version:
+      held = self._rollout_snapshot = self._placement.place(snapshot)
     return held
+
+  def _newest_for_rollouts(self) -> PolicySnapshot:
+    if self.config.synchronous:
+      self._check()  # This is the loop's thread.
+    return self._on_rollout_mesh(self.ring.latest())
 
   def _verify_for_training(self, groups: Sequence[TrajectoryGroup]) -> None:
     """Generated groups: counted by the ring, then verified, then admitted."""
     self.ring.begin(groups)
+    self._verify(groups)
 
-    def admit(group: TrajectoryGroup) -> None:
-      self.rewards.add(group)
-      self.ring.admit(group)
+  def _verify(self, groups: Sequence[TrajectoryGroup]) -> None:
+    """Groups that the ring counted: verified, then admitted."""
+    if self._replay is not None:
+      self.ring.hold(groups)  # Their rewards are recorded.
+    else:
+      self.verifier.submit(groups, deliver=self._admit)
 
-    self.verifier.submit(groups, deliver=admit)
+  def _admit(self, group: TrajectoryGroup) -> None:
+    self.rewards.add(group)
+    self.ring.admit(group)
 
   def _verify_now(
     self, groups: Sequence[TrajectoryGroup]
@@ -372,7 +546,7 @@ class Run:
       try:
         done.append(scored.get(timeout=_POLL_S))
       except queue.Empty:
-        self.ring.check()
+        self._check()
     return sorted(done, key=lambda group: group.group_id)
 
   # --------------------------------------------------------------- one step
@@ -397,9 +571,12 @@ class Run:
         if barred:
           raise Starved(barred) from error
         raise
+      except RingClosed:
+        self._check()
+        raise
       finally:
         self.summary.learner_waited(time.monotonic() - start)
-      plan = self._plan(pool.entries)
+      plan = batching.ScoringPlan.of(pool.entries, config.learner)
       # All are dispatched before the first is waited for.
       results = [self.learner.score(params, batch) for batch in plan.batches]
       stats = plan.statistics([moments for _, moments in results])
@@ -426,8 +603,13 @@ class Run:
       rng=rng,
       report={
         **_prefixed("select", report),
-        **self._parity(pool, plan, per_token),
-        **self._mixed_parity(pool),
+        **self.parity.newest(pool, plan, per_token),
+        **(
+          {}
+          # As often as answers are evaluated: it computes much again.
+          if version % config.evaluate.every
+          else self.parity.mixed(pool)
+        ),
       },
     )
 
@@ -443,6 +625,7 @@ class Run:
         return self.ring.take(needed, 0.0, waited_s=limit)
       self.actor.generate()
       self._join_verifier()
+      self._check()
     return pool
 
   def _join_verifier(self) -> None:
@@ -453,112 +636,20 @@ class Run:
       try:
         return self.verifier.join(min(left, _POLL_S))
       except TimeoutError as error:
-        self.ring.check()
+        self._check()
         if left <= _POLL_S:
           limit = self.config.replay.timeout_s
           raise TimeoutError(
             f"verification took longer than replay.timeout_s = {limit:g}"
           ) from error
 
-  def _plan(self, entries: Sequence[Entry]) -> batching.ScoringPlan:
-    """Packs trajectories for the scoring pass (method 2.1)."""
-    learner = self.config.learner
-    return batching.ScoringPlan(
-      entries, score_rows=learner.score_rows, row_tokens=learner.row_tokens
-    )
-
-  def _parity(
-    self, pool: Pool, plan: batching.ScoringPlan, per_token: np.ndarray
-  ) -> dict[str, float]:
-    """How the sampler's log-probs compare with the learner's, per token.
-
-    Of the newest trajectories that a single version sampled from end to end,
-    under that version: all of them where the scoring pass was under it, or else
-    one dispatch, computed again.
-    """
-    whole = [
-      (entry.trajectory.begun_by, i)
-      for i, entry in enumerate(pool.entries)
-      if entry.trajectory.policy_version[-1] == entry.trajectory.begun_by
-    ]
-    if not whole:
-      return {}
-    sampler, _ = max(whole)
-    newest = [i for version, i in whole if version == sampler]
-    if sampler == pool.version:
-      chosen = [pool.entries[i].trajectory for i in newest]
-      logprobs = plan.tokens_of(per_token, np.array(newest))
-      behavior = np.concatenate([t.behavior_logprobs for t in chosen])
-      mask = np.concatenate([t.loss_mask for t in chosen])
-    else:
-      try:
-        params = self._on_train_mesh(self.ring.snapshot(sampler))
-      except KeyError:  # Beyond replay.snapshot_bytes.
-        return {}
-      batch = next(self._plan([pool.entries[i] for i in newest]).batches)
-      logprobs = np.asarray(self.learner.score(params, batch)[0])
-      behavior, mask = batch.behavior_logprobs, batch.loss_mask
-    gaps = np.abs(logprobs - behavior)[mask]
-    return {
-      "parity/p95": float(np.quantile(gaps, 0.95)),
-      "parity/max": float(np.max(gaps)),
-    }
-
-  def _mixed_parity(self, pool: Pool) -> dict[str, float]:
-    """What it costs to go on under new weights with what old ones cached.
-
-    Each token of the newest trajectories that several versions sampled, against
-    a forward pass of all tokens before it under the token's own version. With
-    ``rollout.update`` "recompute" that is what sampled it; with "swap" the
-    earlier keys and values were others. As often as answers are evaluated.
-    """
-    if pool.version % self.config.evaluate.every:
-      return {}
-    mixed = [
-      entry
-      for entry in pool.entries
-      if entry.trajectory.policy_version[-1] != entry.trajectory.begun_by
-    ][-_NUM_MIXED:]
-    if not mixed:
-      return {}
-    plan = self._plan(mixed)
-    batches = list(plan.batches)
-    trajectories = [entry.trajectory for entry in mixed]
-    versions, behavior, mask = (
-      np.concatenate([getattr(t, name) for t in trajectories])
-      for name in ("policy_version", "behavior_logprobs", "loss_mask")
-    )
-    gaps = []
-    for version in np.unique(versions[mask]):
-      try:
-        params = self._on_train_mesh(self.ring.snapshot(int(version)))
-      except KeyError:  # Evicted, or beyond replay.snapshot_bytes.
-        continue
-      results = [self.learner.score(params, batch)[0] for batch in batches]
-      logprobs = plan.tokens_of(plan.per_token(results), np.arange(len(mixed)))
-      here = mask & (versions == version)
-      gaps.append(np.abs(logprobs - behavior)[here])
-    if not gaps:
-      return {}
-    each = np.concatenate(gaps)
-    return {
-      "parity/mixed_p95": float(np.quantile(each, 0.95)),
-      "parity/mixed_max": float(np.max(each)),
-    }
-
-  def _on_train_mesh(self, snapshot: PolicySnapshot) -> Params:
-    return transfer.to_mesh(
-      snapshot.params,
-      shardings=self.learner.trained_shardings,
-      dtype=jnp.dtype(jnp.float32),
-    )
-
   # ------------------------------------------------------------ what is seen
 
   def _evaluate(self, step: int) -> None:
     """Held-out accuracy of the newest snapshot, and some of its answers."""
     with self._rollout_mesh_free:  # Room for the snapshot, too.
-      answered = self.evaluator.answer(self._newest_on_rollout_mesh())
+      newest = self._on_rollout_mesh(self.ring.snapshot(step))
+      answered = self.evaluator.answer(newest)
     evaluation = self.evaluator.judge(self._verify_now(answered))
     self.summary.evaluated(step, evaluation.accuracy)
     self.writer.write(step, evaluation.metrics())
@@ -603,6 +694,7 @@ class Run:
       **_prefixed("fate", accounting.counts()),
       **self.summary.speeds(occupancy, self.actor.metrics()),
       **self._waits(),
+      **self.checkpoints.metrics(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
     self.writer.write(step, values)
@@ -655,7 +747,7 @@ class Run:
       self.progress.alarm(f"some samples stay unverified: {error}")
 
   def _clean_up(self, error: BaseException | None) -> BaseException | None:
-    """Ends threads and processes and saves the learner's state.
+    """Ends threads and processes, and saves the run.
 
     Whichever of it fails, the rest is done. A failure is the run's error if it
     had none, and a note on the one that it had.
@@ -665,25 +757,34 @@ class Run:
       self.ring.close,
       self.actor.stop,
       self.verifier.close,
-      self._save_state,
-      self.ring.accounting().check,
+      self._save_at_the_end,
+      lambda: self.ring.accounting().check(),
     ):
       try:
         clean_up()
       except Exception as failure:
-        if error is None:
-          error = failure
+        if error is None or isinstance(error, Interrupted):
+          error = failure  # Being asked to stop was none.
         else:
           error.add_note(f"While ending the run: {failure!r}")
     return error
 
-  def _save_state(self) -> None:
-    if self.state is not None:
-      checkpoint.save(self.workdir / "checkpoint", self.state)
+  def _save_at_the_end(self) -> None:
+    """Unless that step is saved already, or nothing is there to save.
+
+    A step that failed half-way is not saved: its samples would count as new.
+    """
+    self.checkpoints.wait()
+    if (
+      self.state is not None
+      and self.checkpoints.saved_step != self._step
+      and self.ring.is_at(self._step)
+    ):
+      self.checkpoints.save(self._capture, wait=True)
 
   def _summarize(self, error: BaseException | None) -> dict[str, Any]:
     """Writes ``summary.json``, last of all, and the learning curve."""
-    self.summary.ended(error, interrupted=interrupted(error))
+    self.summary.ended(error, interrupted=isinstance(error, Interrupted))
     summary = self.summary.to_dict(
       self.ring.accounting(),
       self.ring.occupancy(),
@@ -694,6 +795,13 @@ class Run:
     summary["compiles"] = self.learner.compiles() | self.actor.compiles()
     self.writer.write_json("summary.json", summary)
     self.writer.close()
+    self._lock.close()
+    if self._schedule is not None:
+      self._schedule.close()
+    if self._replay is not None:
+      self.progress.message(
+        f"{self.ring.done} events were done again, bit for bit as recorded"
+      )
     metrics.save_learning_curve(self.workdir)
     self.progress.message(
       f"{summary['status']}: {summary['steps']} steps in "
@@ -701,6 +809,29 @@ class Run:
       f"{metrics.CURVE_FILE}"
     )
     return summary
+
+
+def _recorded_checkpoint(replay: Schedule) -> Found | None:
+  """Where the recorded process began; None where that was the beginning.
+
+  Raises:
+    ConfigError: It is gone.
+  """
+  folder = replay.header["checkpoint"]
+  if folder is None:
+    return None
+  wrong = sealed.damage(epath.Path(folder))
+  if wrong is not None:
+    raise ConfigError(
+      [
+        f"the schedule begins at step {replay.header['step']}, from {folder}, "
+        f"which cannot be read: {wrong}. Try a schedule that begins at step 0, "
+        "or a greater checkpoint.keep_last."
+      ],
+      place="--replay",
+    )
+  header = run_state.read_header(epath.Path(folder))
+  return Found(epath.Path(folder), replay.header["step"], header)
 
 
 def _locate_checkpoint(config: RunConfig) -> pathlib.Path | None:
@@ -723,27 +854,6 @@ def _with_tokenizer(
   if prompts.tokenizer or checkpoint is None:
     return prompts
   return dataclasses.replace(prompts, tokenizer=str(checkpoint))
-
-
-def _open_workdir(workdir: pathlib.Path) -> metrics.MetricsWriter:
-  """Creates the run's folder and the files that grow with it.
-
-  Raises:
-    ConfigError: It holds a run, or cannot be written to.
-  """
-  try:
-    if (workdir / "config.json").exists():
-      raise ConfigError(
-        [f"workdir = {workdir} already holds a run. Try {workdir}-2."]
-      )
-    return metrics.MetricsWriter(workdir)
-  except OSError as error:
-    raise ConfigError(
-      [
-        f"workdir = {workdir} is no folder to write to: {error.strerror}. "
-        f"Try --workdir=runs/{workdir.name}."
-      ]
-    ) from error
 
 
 def _prompt_problems(

@@ -108,15 +108,24 @@ class MetricsWriter:
   infinity: they are written as the texts "nan", "inf" and "-inf", which
   ``float()`` reads back. ``tensorboard/`` has the same scalars as event files.
 
-  A folder that has metrics already is continued; see ``read_metrics``.
+  A folder that has metrics already is continued.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str]):
+  def __init__(
+    self, workdir: str | os.PathLike[str], *, last_step: float = math.inf
+  ):
+    """Opens the files.
+
+    Args:
+      workdir: The run's folder, created if absent.
+      last_step: The step that the run goes on after: what was written of later
+        ones is dropped.
+    """
     self._workdir = pathlib.Path(workdir)
     self._workdir.mkdir(parents=True, exist_ok=True)
     path = self._workdir / METRICS_FILE
-    if path.exists():
-      _drop_unfinished_line(path)
+    for name in (METRICS_FILE, SAMPLES_FILE):
+      _drop_after(self._workdir / name, last_step)
     # Unbuffered: each line is one write to the operating system.
     self._lines = open(path, "ab", buffering=0)  # noqa: SIM115
     folder = self._workdir / "tensorboard"
@@ -126,6 +135,17 @@ class MetricsWriter:
     self._events = event_file_writer.EventsWriter(
       str(folder / "events"), filename_suffix=f".{time.time_ns()}"
     )
+    if 0 <= last_step < math.inf:
+      # TensorBoard then forgets what it read of later steps.
+      self._events.write_event(
+        event_pb2.Event(
+          step=int(last_step) + 1,
+          wall_time=time.time(),
+          session_log=event_pb2.SessionLog(
+            status=event_pb2.SessionLog.SessionStatus.Value("START")
+          ),
+        )
+      )
     self._next_flush = 0.0
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -226,12 +246,23 @@ def _json(data: Any) -> Any:
   return data
 
 
-def _drop_unfinished_line(path: pathlib.Path) -> None:
-  """Cuts what a process that was killed while writing left at the end."""
-  content = path.read_bytes()
-  end = content.rfind(b"\n") + 1
-  if end < len(content):
-    os.truncate(path, end)
+def _drop_after(path: pathlib.Path, last: float) -> None:
+  """Cuts the lines of steps after ``last``, and what is no line.
+
+  A process that was killed while writing leaves half a line at the end.
+  """
+  if not path.exists():
+    return
+  kept = []
+  for line in path.read_bytes().split(b"\n"):
+    try:
+      if json.loads(line)["step"] <= last:
+        kept.append(line + b"\n")
+    except (ValueError, KeyError, TypeError):
+      continue
+  temporary = path.with_name(f".{path.name}")
+  temporary.write_bytes(b"".join(kept))
+  temporary.replace(path)
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
@@ -486,14 +517,20 @@ class Progress:
     elif self._values:
       self._print(_plain_line(self._snapshot(), self._seconds()))
 
-  def stage(self, name: str, total: int) -> None:
-    """Begins a stage of ``total`` steps, which ends the one before."""
+  def stage(self, name: str, total: int, *, done: int = 0) -> None:
+    """Begins a stage of ``total`` steps, which ends the one before.
+
+    Args:
+      name: What people read.
+      total: Steps.
+      done: Those taken before, by a run that goes on.
+    """
     self._close_stage()
     now = self._clock()
     with self._lock:
       self._stage = (_one_line(name), total)
       self._stage_started = now
-      self._done = 0
+      self._done = done
       self._rate = _Rate(clock=self._clock)
       self._next_line = now + self._every_s
     if not self._live:

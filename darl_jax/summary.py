@@ -40,6 +40,17 @@ class RewardMeter:
       self._sums += sums
       self._counts += counts
 
+  def state(self) -> dict[str, list[float]]:
+    """What is added up, as plain JSON data."""
+    with self._lock:
+      return {"sums": self._sums.tolist(), "counts": self._counts.tolist()}
+
+  def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+    """Goes on from there."""
+    with self._lock:
+      self._sums = np.array(state["sums"])
+      self._counts = np.array(state["counts"])
+
   def drain(self) -> dict[str, float]:
     """Means since the last drain; none where nothing was verified."""
     with self._lock:
@@ -66,6 +77,51 @@ class Summary:
     self._steps = 0
     self._age_sum = self._age_count = self._max_age = 0
     self._learner_wait_s = 0.0
+    # Of the processes that the run was before, in seconds.
+    self._seconds_before = self._train_seconds_before = 0.0
+    self._resumed = 0
+    self._verifier_before: dict[str, float] = {}
+
+  def state(self, verifier: Mapping[str, float]) -> dict[str, Any]:
+    """What is added up over the run, as plain JSON data.
+
+    Args:
+      verifier: Counts of the verifier's pool, which is new in each process.
+    """
+    return {
+      "accuracies": list(self._accuracies),
+      "steps": self._steps,
+      "age_sum": self._age_sum,
+      "age_count": self._age_count,
+      "max_age": self._max_age,
+      "learner_wait_s": self._learner_wait_s,
+      "seconds": self._seconds,
+      "train_seconds": self.train_seconds,
+      "resumed": self._resumed,
+      "verifier": self._with_before(verifier),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from there."""
+    self._accuracies = [tuple(pair) for pair in state["accuracies"]]
+    self._steps = state["steps"]
+    self._age_sum, self._age_count = state["age_sum"], state["age_count"]
+    self._max_age = state["max_age"]
+    self._learner_wait_s = state["learner_wait_s"]
+    self._seconds_before = state["seconds"]
+    self._train_seconds_before = state["train_seconds"]
+    self._resumed = state["resumed"] + 1
+    self._verifier_before = state["verifier"]
+
+  def _with_before(self, verifier: Mapping[str, float]) -> dict[str, float]:
+    before = self._verifier_before
+    return {name: n + before.get(name, 0) for name, n in verifier.items()}
+
+  def accuracy_at(self, step: int) -> float | None:
+    """Of the evaluation at that step, if it was the last one."""
+    if self._accuracies and self._accuracies[-1][0] == step:
+      return self._accuracies[-1][1]
+    return None
 
   def training_started(self) -> None:
     self._train_started = self._clock()
@@ -104,10 +160,16 @@ class Summary:
   @property
   def train_seconds(self) -> float:
     """Wall clock of the training stage so far."""
+    before = self._train_seconds_before
     if self._train_started is None:
-      return 0.0
+      return before
     ended = self._clock() if self._train_ended is None else self._train_ended
-    return ended - self._train_started
+    return before + ended - self._train_started
+
+  @property
+  def _seconds(self) -> float:
+    """Wall clock of the run so far, without the time between processes."""
+    return self._seconds_before + self._clock() - self._created
 
   def waits(self, rollout_wait_s: float) -> dict[str, float]:
     """Share of the training stage that each side spent waiting."""
@@ -146,14 +208,15 @@ class Summary:
       "accuracy_best": max(accuracies, default=None),
       "accuracies": [list(pair) for pair in self._accuracies],
       "steps": self._steps,
-      "seconds": self._clock() - self._created,
+      "seconds": self._seconds,
+      "resumed": self._resumed,
       "train_seconds": self.train_seconds,
       **accounting.counts(),
       "expired_reasons": dict(accounting.expired),
       "dropped_reasons": dict(accounting.dropped),
       "prompts_drawn": actor["rollout/prompts_drawn"],
       "prompts_in_flight": actor["rollout/prompts_in_flight"],
-      "verifier": dict(verifier),
+      "verifier": self._with_before(verifier),
       "learner_wait_fraction": waits["wait/learner"],
       "rollout_wait_fraction": waits["wait/rollout"],
       "mean_age": self._age_sum / max(self._age_count, 1),

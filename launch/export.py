@@ -16,10 +16,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import command_line
 import jax  # noqa: E402
 from absl import app, flags, logging  # noqa: E402
+from etils import epath  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from darl_jax import checkpoint  # noqa: E402
 from darl_jax import config as config_lib  # noqa: E402
+from darl_jax.checkpoint import learner_state, run_state  # noqa: E402
+from darl_jax.checkpoint.store import Checkpoints, Found  # noqa: E402
 from darl_jax.config import ConfigError, RunConfig  # noqa: E402
 from darl_jax.models import hf, lora, published  # noqa: E402
 from darl_jax.models.transformer import Policy  # noqa: E402
@@ -55,13 +57,8 @@ def main(_) -> int:
       )
     config = _read_config(workdir)
     tokenizer_files, generation = _tokenizer(workdir)
-    path = checkpoint.newest(workdir / "checkpoint")
-    if path is None:
-      raise ConfigError(
-        ["checkpoint/ holds no step. Try the workdir of a run that has ended."],
-        place=f"--workdir={workdir}",
-      )
-    params = _read_params(path, config, workdir)
+    found = _newest(workdir, config)
+    params = _read_params(found.folder, config, workdir)
     if config.model.lora_rank:
       params = _merge(params, config)
     hf.save(
@@ -75,7 +72,7 @@ def main(_) -> int:
   except (ConfigError, OSError) as error:
     print(f"ConfigError: {error}", file=sys.stderr)
     return 2
-  print(f"{out}: the policy after {int(path.name[5:])} steps, as {_kind(out)}")
+  print(f"{out}: the policy after {found.step} steps, as {_kind(out)}")
   return 0
 
 
@@ -93,6 +90,18 @@ def _read_config(workdir: pathlib.Path) -> RunConfig:
       place=f"--workdir={workdir}",
     ) from error
   return config_lib.parse(values)
+
+
+def _newest(workdir: pathlib.Path, config: RunConfig) -> Found:
+  """The run's newest checkpoint that is whole."""
+  folder = epath.Path(config.checkpoint.directory or workdir / "checkpoints")
+  found = Checkpoints(config.checkpoint, folder, say=print).newest()
+  if found is None:
+    raise ConfigError(
+      [f"{folder} holds no checkpoint. Try the workdir of a run that has one."],
+      place=f"--workdir={workdir}",
+    )
+  return found
 
 
 def _tokenizer(workdir: pathlib.Path) -> tuple[dict[str, str], dict]:
@@ -123,7 +132,7 @@ def _tokenizer(workdir: pathlib.Path) -> tuple[dict[str, str], dict]:
 
 
 def _read_params(
-  path: pathlib.Path, config: RunConfig, workdir: pathlib.Path
+  path: epath.Path, config: RunConfig, workdir: pathlib.Path
 ) -> Params:
   """The checkpoint's parameters, on the host: those that were trained."""
   vocab_size = config.model.vocab_size
@@ -131,7 +140,7 @@ def _read_params(
     vocab_size = Tokenizer.load(workdir / "tokenizer.json").vocab_size
   like, _ = _host_parameters(config, vocab_size)
   try:
-    return checkpoint.restore_params(path, like)
+    return learner_state.restore_params(run_state.learner_folder(path), like)
   except ValueError as error:
     said = (str(error).splitlines() or ["it cannot be read"])[0]
     raise ConfigError(

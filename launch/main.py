@@ -11,48 +11,75 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from darl_jax import config as config_lib
-from darl_jax.loop import Run, Starved, interrupted
+from darl_jax.checkpoint.store import CheckpointFailed
+from darl_jax.loop import Interrupted, Run, Starved
 from darl_jax.prompts import dataset
+from darl_jax.replay.recording import (
+  ReplayDiverged,
+  ScheduleEnded,
+  read_schedule,
+)
 from darl_jax.sharding import meshes
+
+# What a run ends with, in words and without a traceback.
+_STATUS = {
+  config_lib.ConfigError: 2,
+  Starved: 1,
+  CheckpointFailed: 1,
+  Interrupted: 130,
+  ReplayDiverged: 1,
+  ScheduleEnded: 0,
+}
 
 
 def define_flags() -> None:
   config_flags.DEFINE_config_file(
     "config", "configs/darl.py", "The run; any field can be set by its name."
   )
-  flags.DEFINE_string("workdir", None, "By default a new folder in runs/.")
+  flags.DEFINE_string(
+    "workdir",
+    None,
+    "By default a new folder in runs/. A run in it that was not finished is "
+    "gone on with.",
+  )
+  flags.DEFINE_bool(
+    "record",
+    False,
+    "Write schedule_*.jsonl, from which the run can be replayed.",
+  )
+  flags.DEFINE_string(
+    "replay", None, "A schedule to run again, bit for bit; --config is its own."
+  )
 
 
 def main(_) -> int:
-  runs: list[Run] = []
+  asked: list[int] = []
+  run: Run | None = None
 
   def stop(signum, _) -> None:
-    if not runs or runs[0].stopping:  # Nothing to save, or asked for twice.
+    if run is None or asked:  # Nothing to save, or asked for twice.
       os._exit(128 + signum)
-    runs[0].interrupt()
+    asked.append(signum)
+    run.interrupt()
 
   signal.signal(signal.SIGINT, stop)
   signal.signal(signal.SIGTERM, stop)
-  name = config_flags.get_config_filename(flags.FLAGS["config"])
+  given = flags.FLAGS
+  name = config_flags.get_config_filename(given["config"])
   new = f"{pathlib.Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-  workdir = pathlib.Path(flags.FLAGS.workdir or pathlib.Path("runs") / new)
+  workdir = pathlib.Path(given.workdir or pathlib.Path("runs") / new)
   try:
+    schedule = read_schedule(given.replay) if given.replay else None
+    fields = schedule.header["config"] if schedule else given.config
     checks = (dataset.check_config,)
-    config = config_lib.parse(flags.FLAGS.config, extra_checks=checks)
+    config = config_lib.parse(fields, extra_checks=checks)
     meshes.prepare_cpu(config.mesh.train.size + config.mesh.rollout.size)
-    runs.append(Run(config, workdir))
-    runs[0].execute()
-  except config_lib.ConfigError as error:
-    print(f"ConfigError: {error}", file=sys.stderr)
-    return 2
-  except Starved as error:
-    print(f"Starved: {error}", file=sys.stderr)
-    return 1
-  except Exception as error:
-    if not interrupted(error):
-      raise
-    print(f"stopped on request; see {workdir}/summary.json", file=sys.stderr)
-    return 130
+    run = Run(config, workdir, record=given.record, replay=schedule)
+    run.execute()
+  except tuple(_STATUS) as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    # A machine that is taken away has got what it asked for: the run is saved.
+    return 0 if asked == [signal.SIGTERM] else _STATUS[type(error)]
   return 0
 
 

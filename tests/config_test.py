@@ -111,7 +111,7 @@ class ParseTest(parameterized.TestCase):
       for field in dataclasses.fields(parsed)
       if dataclasses.is_dataclass(field.type)
     ]
-    self.assertLen(groups, 14)
+    self.assertLen(groups, 15)
     for group in groups:
       name = dataclasses.fields(group)[0].name
       with self.assertRaises(dataclasses.FrozenInstanceError):
@@ -123,7 +123,7 @@ class ParseTest(parameterized.TestCase):
       for name, value in vars(config_lib).items()
       if name.endswith("Config") and dataclasses.is_dataclass(value)
     ]
-    self.assertLen(groups, 14)
+    self.assertLen(groups, 15)
     for cls in groups:
       for field in dataclasses.fields(cls):
         self.assertIs(field.default, dataclasses.MISSING, field.name)

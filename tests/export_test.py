@@ -11,14 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from etils import epath
 from jax.sharding import Mesh
 
-from darl_jax import checkpoint, config
+from darl_jax import config
+from darl_jax.checkpoint import run_state, sealed
 from darl_jax.config import ModelConfig
 from darl_jax.learner import state as learner_state
 from darl_jax.models import hf, presets
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.tokenizer import Tokenizer
+from darl_jax.replay.saved import RingState
+from darl_jax.rollout.actor import ActorState
+from darl_jax.rollout.engine import EngineState, EngineStats
 from darl_jax.sharding import meshes, rules
 from darl_jax.types import TrainState
 from tests.fixtures import tiny_config
@@ -37,6 +42,27 @@ def _export(*arguments: str) -> tuple[int, str, str]:
     timeout=120,
   )
   return done.returncode, done.stdout, done.stderr
+
+
+def save(folder: pathlib.Path, state: TrainState, run_config) -> None:
+  """A checkpoint of a run that has sampled nothing yet."""
+  folder = epath.Path(folder)
+  folder.mkdir(parents=True)
+  run_state.write(
+    folder,
+    run_state.RunState(
+      step=int(state.step),
+      config=config.to_dict(run_config),
+      accuracy=None,
+      learner=state,
+      ring=RingState(snapshots=[], samples=[], awaiting={}, counts={}),
+      actor=ActorState(
+        drawn=0, in_flight={}, prompts={}, engine=EngineState(EngineStats(), {})
+      ),
+      meters={},
+    ),
+  )
+  sealed.seal(folder)
 
 
 class ExportTest(parameterized.TestCase):
@@ -66,7 +92,7 @@ class ExportTest(parameterized.TestCase):
       cls.params = init(jax.random.key(step))
       state = learner_state.init(cls.params, optimizer)
       state = TrainState(jnp.int32(step), state.params, state.opt_state)
-      checkpoint.save(cls.workdir / "checkpoint", state)
+      save(cls.workdir / "checkpoints" / f"step_{step:08d}", state, cls.config)
     cls.vocab_size = tokenizer.vocab_size
 
   def setUp(self):
@@ -135,7 +161,7 @@ class ExportTest(parameterized.TestCase):
 
   def test_a_published_tokenizer_goes_along(self):
     workdir = self._copy("config.json", "tokenizer.json")
-    (workdir / "checkpoint").symlink_to(self.workdir / "checkpoint")
+    (workdir / "checkpoints").symlink_to(self.workdir / "checkpoints")
     generation = dict(eos_token_id=[3, 7], pad_token_id=1, top_p=0.9)
     for name, text in (
       ("generation_config.json", json.dumps(generation)),
@@ -163,8 +189,8 @@ class ExportTest(parameterized.TestCase):
   def test_no_checkpoint(self):
     workdir = self._copy("config.json", "tokenizer.json")
     # What an interrupted save leaves is none.
-    (workdir / "checkpoint" / "step_00000009.tmp").mkdir(parents=True)
-    self.assertIn("holds no step", self._refused(workdir))
+    (workdir / "checkpoints" / "step_00000009" / "learner").mkdir(parents=True)
+    self.assertIn("holds no checkpoint", self._refused(workdir))
     self.assertFalse(self.out.exists())
 
   def test_a_checkpoint_of_another_model(self):
@@ -172,7 +198,7 @@ class ExportTest(parameterized.TestCase):
     values = config.to_dict(self.config)
     values["model"]["embed_dim"] = 32
     (workdir / "config.json").write_text(json.dumps(values))
-    (workdir / "checkpoint").symlink_to(self.workdir / "checkpoint")
+    (workdir / "checkpoints").symlink_to(self.workdir / "checkpoints")
     said = self._refused(workdir)
     self.assertIn("step_00000011 is not of this", said)
     # All of them, but the norms of queries and keys.

@@ -27,6 +27,8 @@ LAYERS = (
     "parity",
     "generate",
     "watch",
+    "workdir",
+    "sampler_parity",
   ),
   ("loop",),
 )

@@ -23,7 +23,8 @@ from absl.testing import parameterized
 from jax.experimental.compilation_cache import compilation_cache
 
 from configs import async_grpo, darl, decoupled_ppo, sync_grpo
-from darl_jax import checkpoint, config, loop, metrics, watch
+from darl_jax import config, loop, metrics, watch
+from darl_jax.checkpoint import run_state
 from darl_jax.models import lora, published
 from darl_jax.models.transformer import Policy
 from darl_jax.replay.ring import RingFailed, Starved
@@ -36,7 +37,14 @@ shrink = runpy.run_path(str(FIXTURES / "tiny_config.py"))["shrink"]
 
 ENDS_WITHIN_S = 10.0
 # Of metrics: what the clock decides.
-TIMED = ("time", "speed/", "wait/", "rollout/seconds", "verify/seconds")
+TIMED = (
+  "time",
+  "speed/",
+  "wait/",
+  "rollout/seconds",
+  "verify/seconds",
+  "checkpoint/",
+)
 
 _COMPILE_ONCE = {
   "jax_compilation_cache_dir": None,
@@ -351,7 +359,7 @@ class ResultTest(parameterized.TestCase):
         "tokenizer.json",
         "learning_curve.png",
         "tensorboard",
-        "checkpoint",
+        "checkpoints",
       },
       names,
     )
@@ -673,7 +681,7 @@ def by_name(params) -> dict[str, np.ndarray]:
 
 def sampled_with(run: loop.Run) -> dict:
   """The sampler's parameters, with all layers in one array again."""
-  params = run._newest_on_rollout_mesh().params
+  params = run._on_rollout_mesh(run.ring.latest()).params
   layers = jax.tree.map(lambda *parts: np.stack(parts), *params["layers"])
   return {**params, "layers": layers}
 
@@ -699,7 +707,7 @@ class AdapterTest(parameterized.TestCase):
     self.assertEqual(learner.keys(), by_name(model).keys())
     for name, leaf in by_name(model).items():
       np.testing.assert_array_equal(learner[name], leaf, name)
-    sampler = by_name(run._newest_on_rollout_mesh().params)
+    sampler = by_name(run._on_rollout_mesh(run.ring.latest()).params)
     for name, leaf in by_name(run.policy.unstacked(model)).items():
       np.testing.assert_array_equal(sampler[name], leaf, name)
 
@@ -752,10 +760,16 @@ class AdapterTest(parameterized.TestCase):
 
 def assert_checkpoint_is_current(test, ended: Ended) -> None:
   """The newest checkpoint is of the last step, and is the run's state."""
-  [folder] = (ended.run.workdir / "checkpoint").iterdir()
-  restored = checkpoint.restore(folder, ended.run.state)
-  test.assertEqual(int(restored.step), ended.summary["steps"])
-  jax.tree.map(np.testing.assert_array_equal, restored, ended.run.state)
+  run = ended.run
+  found = run.checkpoints.newest()
+  test.assertEqual(found.step, ended.summary["steps"])
+  state = run_state.read(
+    found.folder,
+    learner=run.learner.abstract_state(),
+    snapshot=run.state.params,
+  )
+  jax.tree.map(np.testing.assert_array_equal, state.learner, run.state)
+  test.assertEqual(state.ring.snapshots[-1].version, found.step)
 
 
 def assert_accounts_add_up(test, ended: Ended) -> None:
@@ -837,7 +851,7 @@ class EndTest(parameterized.TestCase):
     assert_nothing_is_left(self)
 
   def _assert_interrupted(self, ended: Ended, *, steps: int):
-    self.assertTrue(loop.interrupted(ended.error), repr(ended.error))
+    self.assertIsInstance(ended.error, loop.Interrupted)
     self.assertEqual(ended.summary["status"], "interrupted")
     self.assertEqual(ended.summary["steps"], steps)
     assert_accounts_add_up(self, ended)
@@ -912,11 +926,11 @@ class EndTest(parameterized.TestCase):
       run.progress.advance = interrupted_advance
 
     ended = execute(make_config(darl, warm_start__steps=50), prepare=prepare)
-    self.assertTrue(loop.interrupted(ended.error))
+    self.assertIsInstance(ended.error, loop.Interrupted)
     self.assertEqual(ended.summary["status"], "interrupted")
     self.assertEqual(ended.summary["generated"], 0)
     # There is no state of the learner yet.
-    self.assertFalse((ended.run.workdir / "checkpoint").exists())
+    self.assertFalse((ended.run.workdir / "checkpoints").exists())
     assert_nothing_is_left(self)
 
   def _assert_failed(self, ended: Ended, cause: type, text: str):
@@ -924,7 +938,7 @@ class EndTest(parameterized.TestCase):
     self.assertIn(text, str(found))
     shown = "".join(traceback.format_exception(ended.error))
     self.assertIn(f"{cause.__name__}: {found}", shown)
-    self.assertFalse(loop.interrupted(ended.error))
+    self.assertNotIsInstance(ended.error, loop.Interrupted)
     self.assertEqual(ended.summary["status"], "failed")
     self.assertIn(text, ended.summary["error"])
     assert_accounts_add_up(self, ended)
@@ -1045,7 +1059,7 @@ class WatchTest(parameterized.TestCase):
     self.assertEqual(ended.summary["status"], "failed")
     self.assertEqual(ended.summary["steps"], 4)
     self.assertEqual(int(ended.run.state.step), 4)
-    self.assertTrue((ended.run.workdir / "checkpoint").exists())
+    self.assertEqual(ended.run.checkpoints.saved_step, 4)
     assert_accounts_add_up(self, ended)
     assert_nothing_is_left(self)
 

@@ -150,9 +150,9 @@ class SteppedRun(Run):
     with self._time("publish"):
       super()._publish(version=version)
 
-  def _newest_on_rollout_mesh(self):
+  def _on_rollout_mesh(self, snapshot):
     with self._time("publish"):
-      return super()._newest_on_rollout_mesh()
+      return super()._on_rollout_mesh(snapshot)
 
   def _report(self, *arguments) -> None:
     with self._time("report"):

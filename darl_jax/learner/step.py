@@ -146,6 +146,16 @@ class Learner:
     dtype = jnp.dtype(self._policy.config.compute_dtype)
     return lora.compact(frozen, dtype=dtype)
 
+  def abstract_state(self) -> TrainState:
+    """Shapes and shardings of a state."""
+    trained, _ = lora.split(self.param_shapes)
+    return _abstract(
+      jax.eval_shape(
+        lambda params: learner_state.init(params, self._optimizer), trained
+      ),
+      self._state_shardings,
+    )
+
   def snapshot(self, params: Params, *, version: int) -> PolicySnapshot:
     """The trained parameters on the host, as the sampler will have them.
 
@@ -165,12 +175,7 @@ class Learner:
     params = _abstract(trained, self.trained_shardings)
     compacted = jax.eval_shape(self._compact, frozen)
     frozen = _abstract(compacted, frozen_shardings)
-    state = _abstract(
-      jax.eval_shape(
-        lambda params: learner_state.init(params, self._optimizer), params
-      ),
-      self._state_shardings,
-    )
+    state = self.abstract_state()
     config = self._config
     microbatches = config.minibatches * config.microbatches
     width = -(-self._policy.vocab_size // 8) if self._truncated else None

@@ -258,6 +258,15 @@ class ScoringPlan:
     num_segments: Most trajectories of a row: the static size of the moments.
   """
 
+  @classmethod
+  def of(
+    cls, entries: Sequence[ring.Entry], learner: config_lib.LearnerConfig
+  ) -> "ScoringPlan":
+    """In batches of the learner's shape."""
+    return cls(
+      entries, score_rows=learner.score_rows, row_tokens=learner.row_tokens
+    )
+
   def __init__(
     self, entries: Sequence[ring.Entry], *, score_rows: int, row_tokens: int
   ):

@@ -105,6 +105,26 @@ def ingest(
   return _check_contents(sample_ids, trajectories) if sample_ids else []
 
 
+def readmit(
+  samples: Sequence[tuple[SampleId, types.Trajectory]], *, truncated: bool
+) -> list[Sample]:
+  """Samples that were let in before, and come back from a file.
+
+  Args:
+    samples: By id; they need not be whole groups.
+    truncated: As ``ingest`` takes it.
+
+  Raises:
+    ValueError: Naming the group and what is wrong with it.
+  """
+  sample_ids = [sample_id for sample_id, _ in samples]
+  trajectories = [
+    _own(sample_id, trajectory, truncated=truncated)
+    for sample_id, trajectory in samples
+  ]
+  return _check_contents(sample_ids, trajectories) if sample_ids else []
+
+
 def usable_rewards(
   group: types.TrajectoryGroup, samples: Sequence[Sample]
 ) -> tuple[np.ndarray, list[str | None]]:

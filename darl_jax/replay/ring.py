@@ -38,7 +38,7 @@ import numpy as np
 from darl_jax import config as config_lib
 from darl_jax import types
 from darl_jax.objectives import advantages as advantages_lib
-from darl_jax.replay import ingestion
+from darl_jax.replay import ingestion, saved
 from darl_jax.replay.accounting import (
   Accounting,
   Occupancy,
@@ -115,8 +115,9 @@ class Ring:
   """K slots of trajectories, the snapshots behind them, and their accounts.
 
   All methods may be called from any thread. After ``close(error)`` every method
-  that waits, adds or takes raises ``RingFailed`` from that error; the ones that
-  only look do not.
+  that waits, adds or takes raises ``RingFailed`` from that error. Those that
+  only look do not, and neither do ``mark_trained`` and ``push_snapshot``: a
+  step that was taken is accounted for, so that it can be saved.
   """
 
   def __init__(
@@ -191,7 +192,6 @@ class Ring:
     params = jax.tree.map(_owned, snapshot.params)
     version = snapshot.version
     with self._condition:
-      self._raise_if_failed()
       if self._version is None:
         self._first_version = version
       elif version <= self._version:
@@ -420,7 +420,6 @@ class Ring:
         ``max_uses`` times already. Nothing is counted then.
     """
     with self._condition:
-      self._raise_if_failed()
       records = [entry._record for entry in entries]
       if len({id(record) for record in records}) != len(records):
         raise ValueError("an entry is marked as trained twice in one call.")
@@ -469,6 +468,10 @@ class Ring:
     """
     self._raise_if_failed()
 
+  def is_at(self, version: int) -> bool:
+    """Whether that is the newest version pushed."""
+    return self._version == version
+
   def accounting(self) -> Accounting:
     """The accounts, all of one moment.
 
@@ -514,7 +517,109 @@ class Ring:
         dead_tokens=self._dead_tokens_ever - self._dead_tokens_trained,
       )
 
+  # ------------------------------------------------------- saved and restored
+
+  def capture(self) -> saved.RingState:
+    """Everything that the ring holds, all of one moment; nothing is copied."""
+    with self._condition:
+      return saved.RingState(
+        snapshots=[self._snapshots[v] for v in sorted(self._snapshots)],
+        samples=[
+          saved.SavedSample(
+            record.sample.id, record.trajectory, record.advantage, record.uses
+          )
+          for slot in self._slots.values()
+          for record in slot.values()
+        ],
+        awaiting={
+          group_id: [sample.trajectory for sample in samples]
+          for group_id, samples in self._awaiting.items()
+        },
+        counts=dict(
+          first_version=self._first_version,
+          slots=list(self._slots),
+          generated=self._generated,
+          trained=self._trained,
+          expired=dict(+self._expired),
+          dropped=dict(+self._dropped),
+          trained_tokens=self._trained_tokens,
+          dead_tokens_ever=self._dead_tokens_ever,
+          dead_tokens_trained=self._dead_tokens_trained,
+          groups_begun=self._started - self._reserved,
+          group_ids=self._group_ids.runs(),
+        ),
+      )
+
+  def restore(self, state: saved.RingState, *, groups_in_flight: int) -> None:
+    """Takes over what another ring held; this one is new.
+
+    What this ring's bounds no longer allow leaves as it would have: used up,
+    stale, evicted, or beyond the bytes.
+
+    Args:
+      state: Of that ring.
+      groups_in_flight: Drawn and not begun then: they will be generated again,
+        as reserved.
+
+    Raises:
+      ValueError: Samples are not sound, or their counts do not add up.
+      RuntimeError: The ring was used before.
+    """
+    counts = state.counts
+    entries = [(s.id, s.trajectory) for s in state.samples]
+    waiting = [
+      ((group_id, index), trajectory)
+      for group_id, trajectories in state.awaiting.items()
+      for index, trajectory in enumerate(trajectories)
+    ]
+    samples = ingestion.readmit(entries + waiting, truncated=self._truncated)
+    snapshots = {
+      snapshot.version: types.PolicySnapshot(
+        snapshot.version, jax.tree.map(_owned, snapshot.params)
+      )
+      for snapshot in state.snapshots
+    }
+    with self._condition:
+      if self._version is not None or self._generated:
+        raise RuntimeError("a ring that was used cannot be restored.")
+      self._snapshots = snapshots
+      self._version = max(snapshots)
+      self._first_version = counts["first_version"]
+      self._generated, self._trained = counts["generated"], counts["trained"]
+      self._expired.update(counts["expired"])
+      self._dropped.update(counts["dropped"])
+      self._trained_tokens = counts["trained_tokens"]
+      self._dead_tokens_ever = counts["dead_tokens_ever"]
+      self._dead_tokens_trained = counts["dead_tokens_trained"]
+      self._started = counts["groups_begun"] + groups_in_flight
+      self._reserved = groups_in_flight
+      self._group_ids = _IdSet(counts["group_ids"])
+      for sample in samples[len(entries) :]:
+        self._awaiting.setdefault(sample.id[0], []).append(sample)
+      self._num_bytes = sum(sample.num_bytes for sample in samples)
+      self._slots = {version: {} for version in counts["slots"]}
+      self._fill_slots(state.samples, samples)
+      self._release_snapshots()
+      self._fit_budget()
+      self.accounting().check()
+
   # ------------------------------------- below: the caller holds the condition
+
+  def _fill_slots(
+    self,
+    held: Sequence[saved.SavedSample],
+    samples: Sequence[ingestion.Sample],
+  ) -> None:
+    """Puts restored samples into their slots, as far as the bounds allow."""
+    for old, sample in zip(held, samples, strict=False):
+      record = _Record(sample, sample.trajectory, old.advantage, old.uses)
+      self._slots[sample.begun_by][sample.id] = record
+      if record.uses >= self._config.max_uses:
+        self._remove(record)
+    for begun_by in [v for v in self._slots if self._is_stale(v)]:
+      self._close_slot(begun_by, "stale")
+    while len(self._slots) > self._config.num_snapshots:
+      self._close_slot(min(self._slots), "evicted")
 
   def _raise_if_failed(self) -> None:
     if self._error is not None:
@@ -724,9 +829,14 @@ def _num_unused(slot: dict[ingestion.SampleId, _Record]) -> int:
 class _IdSet:
   """A set of integers that costs memory by its gaps, not by its members."""
 
-  def __init__(self):
-    self._starts: list[int] = []  # Of disjoint runs, ascending.
-    self._ends: list[int] = []  # One past each run.
+  def __init__(self, runs: Sequence[tuple[int, int]] = ()):
+    """Holds what ``runs`` of another one held."""
+    self._starts = [start for start, _ in runs]  # Of disjoint runs, ascending.
+    self._ends = [end for _, end in runs]  # One past each run.
+
+  def runs(self) -> list[tuple[int, int]]:
+    """First member and one past the last of each run, ascending."""
+    return list(zip(self._starts, self._ends, strict=True))
 
   def __contains__(self, member: int) -> bool:
     at = bisect.bisect_right(self._starts, member)

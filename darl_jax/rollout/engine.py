@@ -8,7 +8,7 @@ for each width of its page tables, when it is first wanted.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +99,19 @@ class EngineStats:
   def slot_occupancy(self) -> float:
     """Share of the slots' tokens that were delivered."""
     return self.tokens / self.slot_tokens if self.slot_tokens else 0.0
+
+
+class EngineState(NamedTuple):
+  """What an engine knows beside the samples that run in it.
+
+  Attributes:
+    stats: What it counted.
+    lengths: Mean length of the last responses to a prompt, by its tokens as
+      bytes of int32, the latest last.
+  """
+
+  stats: EngineStats
+  lengths: Mapping[bytes, float]
 
 
 class _InFlight(NamedTuple):
@@ -382,6 +395,18 @@ class Engine:
     if self.pending:
       raise RuntimeError(f"{self.pending} groups are pending")
     self._pages = self._snapshot = None
+
+  def capture(self) -> EngineState:
+    """What a later engine is to go on with; samples under way are not."""
+    return EngineState(self.stats, dict(self._lengths))
+
+  def restore(self, state: EngineState) -> None:
+    """Takes over what another engine knew; this one is new."""
+    self.stats = state.stats
+    self._lengths = dict(state.lengths)
+    # The counts that are added up over the data slices.
+    self._schedules[0].hits = state.stats.prefix_hits
+    self._schedules[0].preemptions = state.stats.preemptions
 
   def _forget(self, group: Group) -> None:
     _, schedule = self._groups.pop(group.group_id)

@@ -1,54 +1,47 @@
-"""The learner's state on disk."""
-
-import pathlib
+"""The learner's state on disk, by Orbax."""
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from darl_jax.types import Params, TrainState
 
 
-def save(directory: pathlib.Path, state: TrainState) -> pathlib.Path:
-  """Writes a checkpoint atomically and waits until it is complete.
+def save(path: epath.Path, state: TrainState) -> None:
+  """Writes a folder atomically, and waits until it is complete.
 
   Args:
-    directory: Of the run's checkpoints; the state goes to its own folder,
-      named by its step.
-    state: Sharded arrays; each process writes its shards.
-
-  Returns:
-    The checkpoint's folder.
+    path: Of the folder, which is not there yet.
+    state: Arrays of numpy, or sharded ones.
   """
-  path = directory.absolute() / f"step_{int(state.step):08d}"
   with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(path, _tree(state))
-  return path
+    checkpointer.save(_absolute(path), _tree(state))
 
 
-def restore(path: pathlib.Path, like: TrainState) -> TrainState:
+def restore(path: epath.Path, like: TrainState) -> TrainState:
   """Reads a checkpoint into arrays shaped and sharded as ``like``'s.
 
   Args:
-    path: A folder that ``save`` returned.
+    path: A folder that ``save`` wrote.
     like: A state of arrays or of ``jax.ShapeDtypeStruct`` with shardings.
   """
   with ocp.StandardCheckpointer() as checkpointer:
-    tree = checkpointer.restore(path.absolute(), _tree(like))
+    tree = checkpointer.restore(_absolute(path), _tree(like))
   return TrainState(**tree)
 
 
-def restore_params(path: pathlib.Path, like: Params) -> Params:
+def restore_params(path: epath.Path, like: Params) -> Params:
   """Reads the parameters alone, a third of what a checkpoint holds.
 
   Args:
-    path: A folder that ``save`` returned.
+    path: A folder that ``save`` wrote.
     like: ``jax.ShapeDtypeStruct`` with shardings.
 
   Raises:
     ValueError: The checkpoint's parameters have other names or shapes.
   """
   with ocp.StandardCheckpointer() as checkpointer:
-    stored = checkpointer.metadata(path.absolute()).item_metadata["params"]
+    stored = checkpointer.metadata(_absolute(path)).item_metadata["params"]
   theirs, ours = _shapes(stored), _shapes(like)
   if theirs != ours:
     differ = sorted(dict(theirs.items() ^ ours.items()))
@@ -67,7 +60,7 @@ def restore_params(path: pathlib.Path, like: Params) -> Params:
     partial_restore=True,
   )
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    return checkpointer.restore(path.absolute(), args=arguments)["params"]
+    return checkpointer.restore(_absolute(path), args=arguments)["params"]
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
@@ -78,14 +71,9 @@ def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
   }
 
 
-def newest(directory: pathlib.Path) -> pathlib.Path | None:
-  """The folder that ``save`` completed for the greatest step; None if none."""
-  complete = (
-    path
-    for path in directory.glob("step_*")
-    if path.name.removeprefix("step_").isdigit()
-  )
-  return max(complete, default=None, key=lambda path: int(path.name[5:]))
+def _absolute(path: epath.Path) -> epath.Path:
+  """Orbax takes no other."""
+  return path if "://" in str(path) else epath.Path(path).resolve()
 
 
 def _tree(state: TrainState) -> dict:
