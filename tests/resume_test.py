@@ -66,6 +66,7 @@ class SynchronousTest(parameterized.TestCase):
       (d / "samples.jsonl").read_text() for d in (workdir, whole.run.workdir)
     ]
     self.assertEqual(*samples)
+    self.assertEqual(ended.run.watch.state(), whole.run.watch.state())
     for name in ("generated", "trained", "dropped_reasons", "accuracies"):
       self.assertEqual(ended.summary[name], whole.summary[name], name)
 
