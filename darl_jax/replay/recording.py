@@ -241,8 +241,9 @@ class ReplayedRing(Ring):
     """What another thread did then."""
     match kind, values:
       case "reserve", (groups,):
-        granted = self.reserve(groups, 0.0)
-        self._compare(number, "room for groups", granted, True)
+        # Granted then, perhaps since a consumer waited, as nobody does here.
+        self._started += groups
+        self._reserved += groups
         self.producers.submit()
       case "latest", (version,):
         self._compare(number, "the newest version", self.version, version)
