@@ -20,12 +20,14 @@ from darl_jax.replay.recording import (
   read_schedule,
 )
 from darl_jax.sharding import meshes
+from darl_jax.watch import Alarmed
 
 # What a run ends with, in words and without a traceback.
 _STATUS = {
   config_lib.ConfigError: 2,
   Starved: 1,
   CheckpointFailed: 1,
+  Alarmed: 1,
   Interrupted: 130,
   ReplayDiverged: 1,
   ScheduleEnded: 0,
