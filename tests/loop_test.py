@@ -618,6 +618,7 @@ class CheckpointTest(parameterized.TestCase):
       with mock.patch.object(loop, "VerifierPool"):
         run = loop.Run(run_config, _folder / f"other{bool(tokenizer)}")
       run.writer.close()
+      run._lock.close()
       prompt = run.prompts.train[0].tokens
       self.assertStartsWith(run.prompts.tokenizer.decode_prompt(prompt), starts)
 
