@@ -180,9 +180,9 @@ class RolloutConfig:
     prefill_tokens: That a prefill dispatch reads on each data slice.
     extra_samples: Begun for each prompt beyond G; the first G to end are kept
       and the others given up.
-    update: How running samples meet new weights: "swap" goes on with the keys
-      and values that are cached, "recompute" computes them again, and "drain"
-      takes the weights up when all running samples have ended.
+    weight_update: How running samples meet new weights: "swap" goes on with the
+      keys and values that are cached, "recompute" computes them again, and
+      "drain" takes the weights up when all running samples have ended.
     temperature: Of the sampled distribution, for sampler and learner alike,
       and so are the next three. Each truncates what the one before it left;
       then every token keeps its support, which the learner's log-probs are
@@ -209,7 +209,7 @@ class RolloutConfig:
   cache_tokens: int
   prefill_tokens: int
   extra_samples: int
-  update: Literal["swap", "recompute", "drain"]
+  weight_update: Literal["swap", "recompute", "drain"]
   temperature: float
   top_k: int
   top_p: float
@@ -647,6 +647,10 @@ def _cut(text: str) -> str:
   return text if len(text) <= 100 else text[:97] + "..."
 
 
+# Normal numbers: CPUs flush smaller ones to 0.
+_LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+
+
 def _parse_value(hint: Any, value: Any) -> Any:
   """``value`` as the type ``hint``, or a ValueError saying why not."""
   if typing.get_origin(hint) is Literal:
@@ -654,7 +658,8 @@ def _parse_value(hint: Any, value: Any) -> Any:
     # Else it may be an array, which is equal to nothing in a yes-or-no way.
     if not isinstance(value, str) or value not in options:
       near = difflib.get_close_matches(_shown(value), options, n=1, cutoff=0.0)
-      raise ValueError(f"is not one of {', '.join(options)}. Try {near[0]!r}.")
+      listed = ", ".join(option or "''" for option in options)
+      raise ValueError(f"is not one of {listed}. Try {near[0]!r}.")
     return value
   if hint is bool:
     if not isinstance(value, bool):
@@ -679,6 +684,15 @@ def _parse_value(hint: Any, value: Any) -> Any:
       raise ValueError("is too large a number. Try 1.0.") from None
     if math.isnan(number):
       raise ValueError("is not a number. Try 1.0.")
+    # Programs compute with it in float32.
+    if math.isfinite(number) and abs(number) > _MOST_FLOAT32:
+      raise ValueError(
+        f"must be what float32 can hold. Try {math.copysign(1.0, number)}."
+      )
+    if number and abs(number) < _LEAST_FLOAT32:
+      raise ValueError(
+        "must be 0 or no less than 1.2e-38, float32's least. Try 0.001."
+      )
     return number
   if hint is Text:
     if not isinstance(value, str):
@@ -754,6 +768,10 @@ def _check_range(limits: _Range | None, value: Any) -> None:
     raise ValueError(f"must be {limits}. Try {text}.")
 
 
+# What a host or a device allocates at once: far above any use, and far below
+# what would end the machine before the run.
+_COUNT = _Range(1, 2**24)
+_SLOTS = 2**16
 _POSITIVE = _Range(0, open_low=True)
 _AT_LEAST_0 = _Range(0)
 _AT_LEAST_1 = _Range(1)
@@ -762,56 +780,56 @@ _FRACTION = _Range(0, 1, open_low=True)
 _RANGES = {
   "seed": _Range(0, 2**31 - 1),
   "num_steps": _Range(0, 2**31 - 1),
-  "prompts.num_items": _Range(2),
+  "prompts.num_items": _Range(2, 2**24),
   "prompts.heldout_fraction": _Range(0, 1, open_low=True, open_high=True),
-  "prompts.max_tokens": _AT_LEAST_1,
-  "prompts.vocab_size": _Range(260),
-  "model.num_layers": _AT_LEAST_1,
-  "model.embed_dim": _AT_LEAST_1,
-  "model.mlp_dim": _AT_LEAST_1,
-  "model.num_heads": _AT_LEAST_1,
-  "model.num_kv_heads": _AT_LEAST_1,
-  "model.head_dim": _Range(2),
+  "prompts.max_tokens": _COUNT,
+  "prompts.vocab_size": _Range(260, 2**20),
+  "model.num_layers": _COUNT,
+  "model.embed_dim": _COUNT,
+  "model.mlp_dim": _COUNT,
+  "model.num_heads": _COUNT,
+  "model.num_kv_heads": _COUNT,
+  "model.head_dim": _Range(2, 2**16),
   "model.rope_theta": _POSITIVE,
   "model.rope_scaling_factor": _AT_LEAST_1,
   "model.rope_low_frequency_factor": _POSITIVE,
   "model.rope_high_frequency_factor": _POSITIVE,
   "model.rope_original_context": _AT_LEAST_1,
-  "model.context_tokens": _Range(2),
+  "model.context_tokens": _Range(2, 2**31 - 1),
   "model.norm_eps": _POSITIVE,
-  "model.num_experts": _AT_LEAST_0,
-  "model.experts_per_token": _AT_LEAST_0,
-  "model.expert_mlp_dim": _AT_LEAST_0,
-  "model.vocab_size": _AT_LEAST_0,
-  "model.lora_rank": _AT_LEAST_0,
+  "model.num_experts": _Range(0, 2**16),
+  "model.experts_per_token": _Range(0, 2**16),
+  "model.expert_mlp_dim": _Range(0, 2**24),
+  "model.vocab_size": _Range(0, 2**24),
+  "model.lora_rank": _Range(0, 2**16),
   "model.lora_alpha": _POSITIVE,
-  "warm_start.steps": _AT_LEAST_0,
+  "warm_start.steps": _Range(0, 2**31 - 1),
   "warm_start.target_accuracy": _FRACTION,
-  "warm_start.batch_size": _AT_LEAST_1,
+  "warm_start.batch_size": _COUNT,
   "warm_start.learning_rate": _FRACTION,
-  "rollout.prompts_per_batch": _AT_LEAST_1,
-  "rollout.samples_per_prompt": _Range(2),
-  "rollout.max_response_tokens": _AT_LEAST_1,
-  "rollout.chunk_tokens": _AT_LEAST_1,
-  "rollout.slots": _AT_LEAST_0,
-  "rollout.cache_tokens": _AT_LEAST_0,
-  "rollout.prefill_tokens": _AT_LEAST_1,
-  "rollout.extra_samples": _AT_LEAST_0,
+  "rollout.prompts_per_batch": _Range(1, _SLOTS),
+  "rollout.samples_per_prompt": _Range(2, _SLOTS),
+  "rollout.max_response_tokens": _COUNT,
+  "rollout.chunk_tokens": _COUNT,
+  "rollout.slots": _Range(0, _SLOTS),
+  "rollout.cache_tokens": _Range(0, 2**31 - 1),
+  "rollout.prefill_tokens": _COUNT,
+  "rollout.extra_samples": _Range(0, 2**16),
   "rollout.temperature": _POSITIVE,
-  "rollout.top_k": _AT_LEAST_0,
+  "rollout.top_k": _Range(0, 2**24),
   "rollout.top_p": _FRACTION,
   "rollout.min_p": _Range(0, 1, open_high=True),
-  "rewards.workers": _AT_LEAST_1,
+  "rewards.workers": _Range(1, 1024),
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),
   "rewards.partial_credit": _Range(0, 1),
-  "replay.num_snapshots": _AT_LEAST_1,
+  "replay.num_snapshots": _COUNT,
   "replay.max_staleness": _AT_LEAST_0,
   "replay.max_uses": _AT_LEAST_1,
   "replay.keep_fraction": _FRACTION,
   "replay.reject_fraction": _Range(0, 1, open_high=True),
   "replay.max_metric": _Range(-math.inf, open_low=True, infinite=True),
-  "replay.min_batch": _AT_LEAST_1,
+  "replay.min_batch": _COUNT,
   "replay.snapshot_bytes": _AT_LEAST_1,
   "replay.trajectory_bytes": _AT_LEAST_1,
   "replay.timeout_s": _POSITIVE,
@@ -823,28 +841,28 @@ _RANGES = {
   "objective.clip_age_decay": _FRACTION,
   "objective.dual_clip": _Range(1, open_low=True, infinite=True),
   "objective.max_behavior_weight": _Range(1, infinite=True),
-  "objective.max_versions": _AT_LEAST_1,
+  "objective.max_versions": _COUNT,
   "learner.learning_rate": _Range(0, 1),
-  "learner.warmup_steps": _AT_LEAST_0,
+  "learner.warmup_steps": _Range(0, 2**31 - 1),
   "learner.final_learning_rate": _Range(0, 1),
   "learner.b1": _Range(0, 1, open_high=True),
   "learner.b2": _Range(0, 1, open_high=True),
   "learner.eps": _POSITIVE,
   "learner.weight_decay": _AT_LEAST_0,
   "learner.max_grad_norm": _Range(0, open_low=True, infinite=True),
-  "learner.batch_size": _AT_LEAST_1,
-  "learner.minibatches": _AT_LEAST_1,
-  "learner.microbatches": _AT_LEAST_1,
-  "learner.rows": _AT_LEAST_1,
-  "learner.row_tokens": _Range(2),
-  "learner.score_rows": _AT_LEAST_1,
-  "mesh.train.data": _AT_LEAST_1,
-  "mesh.train.fsdp": _AT_LEAST_1,
-  "mesh.train.tensor": _AT_LEAST_1,
-  "mesh.rollout.data": _AT_LEAST_1,
-  "mesh.rollout.tensor": _AT_LEAST_1,
+  "learner.batch_size": _COUNT,
+  "learner.minibatches": _COUNT,
+  "learner.microbatches": _COUNT,
+  "learner.rows": _COUNT,
+  "learner.row_tokens": _Range(2, 2**24),
+  "learner.score_rows": _COUNT,
+  "mesh.train.data": _COUNT,
+  "mesh.train.fsdp": _COUNT,
+  "mesh.train.tensor": _COUNT,
+  "mesh.rollout.data": _COUNT,
+  "mesh.rollout.tensor": _COUNT,
   "evaluate.every": _AT_LEAST_1,
-  "evaluate.num_prompts": _AT_LEAST_1,
+  "evaluate.num_prompts": _COUNT,
   "evaluate.temperature": _AT_LEAST_0,
   "watch.window": _Range(1, 2**20),
   "watch.patience": _AT_LEAST_1,
@@ -986,6 +1004,46 @@ def _check_slots(c: Any) -> list[str]:
   ]
 
 
+def _check_many_slots(c: Any) -> list[str]:
+  rollout = c.rollout
+  begun = rollout.samples_per_prompt + rollout.extra_samples
+  slots = rollout.prompts_per_batch * begun
+  if rollout.slots or slots <= _SLOTS:
+    return []
+  return [
+    f"rollout.slots = 0 takes rollout.prompts_per_batch * "
+    f"(rollout.samples_per_prompt + rollout.extra_samples) = {slots}, more "
+    f"than {_SLOTS}. Try rollout.slots={_SLOTS}."
+  ]
+
+
+def cache_problems(
+  rollout: RolloutConfig, *, max_prompt_tokens: int
+) -> list[str]:
+  """Why the paged cache does not hold the longest sample, if it does not.
+
+  Args:
+    rollout: Anything with its fields.
+    max_prompt_tokens: P.
+  """
+  page = rollout.chunk_tokens
+  longest = max_prompt_tokens + rollout.max_response_tokens
+  # Whole pages, and one more that the next chunk writes.
+  least = -(-longest // page) + 1
+  if not rollout.cache_tokens or rollout.cache_tokens // page >= least:
+    return []
+  return [
+    f"rollout.cache_tokens = {rollout.cache_tokens} is less than one sample "
+    f"may take: prompts.max_tokens + rollout.max_response_tokens = {longest}, "
+    f"in pages of rollout.chunk_tokens = {page}. Try "
+    f"rollout.cache_tokens={least * page}, or 0 for enough."
+  ]
+
+
+def _check_cache_tokens(c: Any) -> list[str]:
+  return cache_problems(c.rollout, max_prompt_tokens=c.prompts.max_tokens)
+
+
 def stop_string_problems(strings: Sequence[str]) -> list[str]:
   """Why some of these can end no response."""
   problems = []
@@ -994,12 +1052,16 @@ def stop_string_problems(strings: Sequence[str]) -> list[str]:
       f"rollout.stop_strings = {_shown(strings)} is one text, and its letters "
       f"would be the strings. Try rollout.stop_strings=({_shown(strings)},)."
     )
-  elif unusable := [text for text in strings if not text or "\ufffd" in text]:
+  elif unusable := [
+    text
+    for text in strings
+    if not isinstance(text, str) or not text or "\ufffd" in text
+  ]:
     usable = tuple(text for text in strings if text not in unusable)
     problems.append(
       f"rollout.stop_strings = {_shown(tuple(strings))} has "
-      f"{_shown(unusable[0])}: every text has the empty string, and U+FFFD "
-      f"stands for bytes that are no text yet. Try "
+      f"{_shown(unusable[0])}: a stop string is text, every text has the empty "
+      f"string, and U+FFFD stands for bytes that are no text yet. Try "
       f"rollout.stop_strings={_shown(usable)}."
     )
   return problems
@@ -1119,26 +1181,37 @@ def _check_lora(c: Any) -> list[str]:
   return problems
 
 
+def tensor_problems(model: ModelConfig, tensor: int, *, name: str) -> list[str]:
+  """Why a model does not split over the tensor axis, if it does not.
+
+  Args:
+    model: Anything with its fields.
+    tensor: Devices along the axis.
+    name: Of the field that says so.
+  """
+  names = ["num_heads", "num_kv_heads"]
+  if not model.num_experts:
+    names.append("mlp_dim")
+  elif model.num_experts % tensor:
+    # Experts that cannot be dealt out are each cut instead.
+    names.append("expert_mlp_dim")
+  sizes = {field: getattr(model, field) for field in names}
+  return [
+    f"model.{field} = {size} does not split over {name} = {tensor}. Try "
+    f"{name}={math.gcd(size, tensor)}."
+    for field, size in sizes.items()
+    if size % tensor
+  ]
+
+
 def _check_tensor_split(c: Any) -> list[str]:
-  problems = []
-  for mesh, tensor in (
-    ("train", c.mesh.train.tensor),
-    ("rollout", c.mesh.rollout.tensor),
-  ):
-    names = ["num_heads", "num_kv_heads"]
-    if not c.model.num_experts:
-      names.append("mlp_dim")
-    elif c.model.num_experts % tensor:
-      # Experts that cannot be dealt out are each cut instead.
-      names.append("expert_mlp_dim")
-    for name in names:
-      size = getattr(c.model, name)
-      if size % tensor:
-        problems.append(
-          f"model.{name} = {size} does not split over mesh.{mesh}.tensor = "
-          f"{tensor}. Try mesh.{mesh}.tensor={math.gcd(size, tensor)}."
-        )
-  return problems
+  return [
+    problem
+    for mesh in ("train", "rollout")
+    for problem in tensor_problems(
+      c.model, getattr(c.mesh, mesh).tensor, name=f"mesh.{mesh}.tensor"
+    )
+  ]
 
 
 def _check_fsdp_split(c: Any) -> list[str]:
@@ -1213,6 +1286,8 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_row_tokens,
   _check_row_capacity,
   _check_slots,
+  _check_many_slots,
+  _check_cache_tokens,
   _check_stop_strings,
   _check_heads,
   _check_head_dim,

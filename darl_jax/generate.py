@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from darl_jax import config as config_lib
 from darl_jax.config import ConfigError, ModelConfig, RolloutConfig
 from darl_jax.models import presets, published
 from darl_jax.models.transformer import Policy
@@ -84,6 +85,8 @@ class Generator:
       ),
       dtype,
       cache_dtype,
+      stop_strings,
+      seed,
     )
     sampling = sampling or Sampling(temperature=1.0)
     path = published.locate(os.fspath(model))
@@ -91,6 +94,9 @@ class Generator:
       **presets.FRESH
       | dict(compute_dtype=dtype, remat="none")
       | published.read_config(path)
+    )
+    _check_model(
+      config, tensor=tensor, tokens=max_prompt_tokens + max_response_tokens
     )
     data = jax.device_count() // tensor
     devices = np.array(jax.devices()[: data * tensor])
@@ -117,7 +123,7 @@ class Generator:
         cache_tokens=0,
         prefill_tokens=max(256, max_prompt_tokens),
         extra_samples=0,
-        update="swap",
+        weight_update="swap",
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -141,7 +147,8 @@ class Generator:
       prompts: Text, asked through the chat template, or tokens int32 [P].
 
     Raises:
-      ValueError: A prompt is empty or longer than ``max_prompt_tokens``.
+      ValueError: A prompt is empty or longer than ``max_prompt_tokens``, is no
+        text that UTF-8 can hold, or has ids that are none of the model's.
     """
     answered = dict(self.stream(prompts))
     return [t for index in range(len(prompts)) for t in answered[index]]
@@ -154,12 +161,17 @@ class Generator:
     Equal prompts asked again are answered anew: what is drawn follows from
     the seed and the number of prompts asked before.
     """
+    if isinstance(prompts, (str, bytes)):
+      raise ValueError(
+        f"prompts = {prompts!r} is one text, and its letters would be the "
+        "prompts. Try a list of it."
+      )
     first = self._asked
-    self._asked += len(prompts)
     asked = [
       Prompt(str(index), self._tokens(prompt), {})
       for index, prompt in enumerate(prompts)
     ]
+    self._asked += len(asked)
     for group in self.engine.stream(
       asked, first_group_id=first, fetch=lambda: self._snapshot
     ):
@@ -171,11 +183,42 @@ class Generator:
 
   def _tokens(self, prompt: str | np.ndarray) -> np.ndarray:
     if isinstance(prompt, str):
+      try:
+        prompt.encode()
+      except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {prompt!r} is no text: {error}") from None
       return self.tokenizer.encode_prompt(prompt)
-    return np.asarray(prompt, np.int32)
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+      raise ValueError(
+        f"prompt {prompt!r} is neither text nor a row of token ids"
+      )
+    limits = np.iinfo(np.int32)
+    # What does not fit is refused by the engine, with all other ids it lacks.
+    return np.clip(tokens, limits.min, limits.max).astype(np.int32)
 
 
-def _check(counts: Mapping[str, int], dtype: str, cache_dtype: str) -> None:
+def _check_model(config: ModelConfig, *, tensor: int, tokens: int) -> None:
+  """Raises ConfigError where a model cannot be used as asked."""
+  problems = config_lib.tensor_problems(config, tensor, name="tensor")
+  if tokens > config.context_tokens:
+    problems.append(
+      f"max_prompt_tokens + max_response_tokens = {tokens} is more than the "
+      f"{config.context_tokens} tokens of the model's context. Try "
+      f"max_response_tokens={max(config.context_tokens // 2, 1)} and as many "
+      "of the prompt."
+    )
+  if problems:
+    raise ConfigError(problems)
+
+
+def _check(
+  counts: Mapping[str, int],
+  dtype: str,
+  cache_dtype: str,
+  stop_strings: Sequence[str],
+  seed: int,
+) -> None:
   """Raises ConfigError for arguments of ``Generator`` that cannot be."""
   problems = [
     f"{name} = {count} must be an integer of at least 1. Try {name}=1."
@@ -199,5 +242,13 @@ def _check(counts: Mapping[str, int], dtype: str, cache_dtype: str) -> None:
       problems.append(
         f"{name} = {value!r} is none of {known}. Try {known[0]!r}."
       )
+  if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**31:
+    problems.append(
+      f"seed = {seed!r} is no whole number from 0 to {2**31 - 1}. Try seed=0."
+    )
+  problems += [
+    problem.replace("rollout.", "")
+    for problem in config_lib.stop_string_problems(stop_strings)
+  ]
   if problems:
     raise ConfigError(problems)

@@ -63,8 +63,8 @@ class SamplerParity:
 
     Each token of the newest trajectories that several versions sampled, against
     a forward pass of all tokens before it under the token's own version. With
-    ``rollout.update`` "recompute" that is what sampled it; with "swap" the
-    earlier keys and values were others.
+    ``rollout.weight_update`` "recompute" that is what sampled it; with "swap"
+    the earlier keys and values were others.
     """
     mixed = [
       entry

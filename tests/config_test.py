@@ -78,6 +78,17 @@ def changed(name, value):
 
 
 class ParseTest(parameterized.TestCase):
+  def test_every_field_can_be_set_on_the_command_line(self):
+    """A name that ConfigDict has for itself cannot."""
+
+    def check(section):
+      for name, value in section.items():
+        self.assertFalse(hasattr(config_dict.ConfigDict, name), name)
+        if isinstance(value, config_dict.ConfigDict):
+          check(value)
+
+    check(darl.get_config())
+
   @parameterized.parameters((name,) for name in CONFIGS)
   def test_every_config_in_the_folder_parses(self, name):
     module = importlib.import_module(f"configs.{name}")
@@ -266,7 +277,19 @@ class RangesTest(parameterized.TestCase):
     ("seed", -1, "Try 0."),
     ("seed", 2**31, "Try 2147483647."),
     ("num_steps", -1, "must be in [0, 2147483647]. Try 0."),
-    ("rollout.slots", -1, "must be at least 0 and finite. Try 0."),
+    ("rollout.slots", -1, "must be in [0, 65536]. Try 0."),
+    ("rollout.slots", 10**9, "must be in [0, 65536]. Try 65536."),
+    (
+      "rollout.temperature",
+      1e-50,
+      "must be 0 or no less than 1.2e-38, float32's least. Try 0.001.",
+    ),
+    ("rollout.temperature", 1e39, "must be what float32 can hold. Try 1.0."),
+    (
+      "learner.eps",
+      1e-46,
+      "must be 0 or no less than 1.2e-38, float32's least. Try 0.001.",
+    ),
     ("rollout.temperature", 0, "must be above 0 and finite."),
     ("rollout.temperature", math.inf, "Try 1."),
     ("rollout.temperature", "inf", "Try 1."),
@@ -356,6 +379,12 @@ COMBINATIONS = (
   (dict(rollout__stop_strings=("A", "")), "rollout.stop_strings", ("A",)),
   (dict(rollout__stop_strings=("\ufffd",)), "rollout.stop_strings", ()),
   (dict(rollout__slots=66, mesh__rollout__data=4), "rollout.slots", 68),
+  (
+    dict(rollout__prompts_per_batch=60_000, prompts__num_items=100_000),
+    "rollout.slots",
+    65536,
+  ),
+  (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (
     dict(
       rollout__prompts_per_batch=33,

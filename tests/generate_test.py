@@ -105,7 +105,7 @@ class GeneratorTest(parameterized.TestCase):
         self.assertEqual(answer.finish, whole.finish)
     self.assertGreater(ended, 0)
 
-  @parameterized.parameters([("",)], ["END"])
+  @parameterized.parameters([("",)], ["END"], [(3,)], [(None, "x")])
   def test_bad_stop_strings(self, strings):
     with self.assertRaisesRegex(ConfigError, "stop_strings"):
       _generator(stop_strings=strings)
@@ -115,6 +115,19 @@ class GeneratorTest(parameterized.TestCase):
       _generator().generate([np.zeros(41, np.int32)])
     with self.assertRaises(ConfigError):
       Generator(_FOLDER.name)
+
+  @parameterized.parameters(
+    ("What?", "is one text, and its letters"),
+    (["\ud800"], "is no text"),
+    ([np.ones(2, np.float32)], "neither text nor a row of token ids"),
+    ([np.ones(2, bool)], "neither text nor a row of token ids"),
+    ([np.array([3, -1])], "token -1, and the model's are"),
+    ([np.array([3, 2**40])], "token 2147483647, and the model's are"),
+    ([None], "neither text nor a row of token ids"),
+  )
+  def test_prompts_that_are_none(self, prompts, says):
+    with self.assertRaisesRegex(ValueError, says):
+      _generator().generate(prompts)
 
   def test_stream_yields_what_is_ready(self):
     model = _generator()
@@ -141,3 +154,10 @@ class GeneratorTest(parameterized.TestCase):
       Generator(_model(), tensor=16)
     with self.assertRaisesRegex(ConfigError, "cache_dtype = 'int4'"):
       Generator(_model(), cache_dtype="int4")
+    with self.assertRaisesRegex(ConfigError, "does not split over tensor = 8"):
+      Generator(_model(), tensor=8)
+    with self.assertRaisesRegex(ConfigError, "tokens of the model's context"):
+      Generator(_model(), max_prompt_tokens=10**6)
+    for seed in (-1, 2**31, 0.5):
+      with self.assertRaisesRegex(ConfigError, f"seed = {seed} is no whole"):
+        Generator(_model(), seed=seed)

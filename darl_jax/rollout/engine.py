@@ -7,6 +7,7 @@ for each width of its page tables, when it is first wanted.
 """
 
 import dataclasses
+import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from darl_jax import config as config_lib
 from darl_jax.config import ConfigError, RolloutConfig
 from darl_jax.models.transformer import Policy
 from darl_jax.rollout.decode import Chunk, Decoder, Pages, Rows, request_keys
@@ -166,8 +168,13 @@ class Engine:
         "strings need a function that finds them "
         "(prompts.stop_strings.StopStrings), and without strings it is None"
       )
+    if problems := config_lib.cache_problems(
+      config, max_prompt_tokens=max_prompt_tokens
+    ):
+      raise ConfigError(problems)
     self.config = config
     self._stops = stops
+    self._vocab_size = policy.vocab_size
     self._replicas = mesh.shape["data"]
     self._max_prompt_tokens = max_prompt_tokens
     self._stop_ids = frozenset(stop_ids)
@@ -254,31 +261,26 @@ class Engine:
       max_tokens: Of each response; the config's by default, which is the most.
 
     Raises:
-      ValueError: The prompt is empty, too long or not a row of int32, or the
-        number is taken.
+      ValueError: The prompt is empty, too long, not a row of int32 or has ids
+        that are no tokens; the number is taken or beyond 32 bits;
+        ``max_tokens`` is no number of tokens that the config allows.
     """
-    length, limit = len(prompt.tokens), self.config.max_response_tokens
-    if prompt.tokens.dtype != np.int32 or prompt.tokens.ndim != 1:
+    limit = self.config.max_response_tokens
+    tokens = self._checked(prompt)
+    if not _is_int(group_id) or not 0 <= group_id < 2**31:
       raise ValueError(
-        f"prompt {prompt.id} is {prompt.tokens.dtype}"
-        f"{list(prompt.tokens.shape)} and not a row of int32"
-      )
-    if length == 0:
-      raise ValueError(
-        f"prompt {prompt.id} has no tokens: nothing predicts its response"
-      )
-    if length > self._max_prompt_tokens:
-      raise ValueError(
-        f"prompt {prompt.id} has {length} tokens, more than the "
-        f"{self._max_prompt_tokens} that the cache has room for"
+        f"group {group_id!r} is no whole number from 0 to {2**31 - 1}"
       )
     if group_id in self._groups:
       raise ValueError(f"group {group_id} is pending already")
-    if max_tokens is not None and not 1 <= max_tokens <= limit:
+    if max_tokens is not None and not (
+      _is_int(max_tokens) and 1 <= max_tokens <= limit
+    ):
       raise ValueError(
-        f"max_tokens = {max_tokens} is not between 1 and "
+        f"max_tokens = {max_tokens!r} is no whole number from 1 to "
         f"rollout.max_response_tokens = {limit}"
       )
+    prompt = dataclasses.replace(prompt, tokens=tokens)
     wanted, begun = self.config.samples_per_prompt, self.config.samples_begun
     limit = max_tokens or limit
     seen = self._lengths.get(prompt.tokens.tobytes(), limit)
@@ -290,6 +292,37 @@ class Engine:
     schedule.submit(group)
     self._groups[group_id] = group, schedule
 
+  def _checked(self, prompt: Prompt) -> np.ndarray:
+    """A copy of the prompt's tokens, read-only, or a ValueError."""
+    tokens = prompt.tokens
+    if not isinstance(tokens, np.ndarray) or (
+      tokens.dtype != np.int32 or tokens.ndim != 1
+    ):
+      found = (
+        f"{tokens.dtype}{list(tokens.shape)}"
+        if isinstance(tokens, np.ndarray)
+        else f"a {type(tokens).__name__}"
+      )
+      raise ValueError(f"prompt {prompt.id} is {found} and not a row of int32")
+    if not len(tokens):
+      raise ValueError(
+        f"prompt {prompt.id} has no tokens: nothing predicts its response"
+      )
+    if len(tokens) > self._max_prompt_tokens:
+      raise ValueError(
+        f"prompt {prompt.id} has {len(tokens)} tokens, more than the "
+        f"{self._max_prompt_tokens} that the cache has room for"
+      )
+    outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+    if len(outside):
+      raise ValueError(
+        f"prompt {prompt.id} has token {outside[0]}, and the model's are 0 to "
+        f"{self._vocab_size - 1}"
+      )
+    copy = tokens.copy()
+    copy.setflags(write=False)
+    return copy
+
   def step(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Takes up the chunk that was begun last, and begins the next one.
 
@@ -298,7 +331,7 @@ class Engine:
 
     Args:
       snapshot: The newest, placed as ``Placement`` does. The next chunk's
-        tokens bear its version; with ``update = "drain"`` it waits for
+        tokens bear its version; with ``weight_update = "drain"`` it waits for
         running samples.
 
     Returns:
@@ -427,7 +460,7 @@ class Engine:
     held = self._epoch
     draining = not self._take_up(snapshot)
     renewed = [[] for _ in self._schedules]
-    if self.config.update == "recompute" and self._epoch != held:
+    if self.config.weight_update == "recompute" and self._epoch != held:
       renewed = [schedule.renew(self._epoch) for schedule in self._schedules]
     running = [list(schedule.running) for schedule in self._schedules]
     prefixes = [
@@ -455,7 +488,7 @@ class Engine:
     """Whether the newest weights are held: not while samples must end first."""
     held = self._snapshot
     begun = any(schedule.begun for schedule in self._schedules)
-    waits = begun and self.config.update == "drain"
+    waits = begun and self.config.weight_update == "drain"
     if held is not None and held.params is snapshot.params:
       if not waits:
         self._snapshot = snapshot
@@ -701,6 +734,11 @@ class Engine:
     if self._stops is not None:
       kept = self._stops(sample.tokens, count)
       if kept is not None:
+        if not len(sample.tokens) - count < kept <= len(sample.tokens):
+          raise ValueError(
+            f"stops keeps {kept} of {len(sample.tokens)} tokens, of which "
+            f"{count} are new: a stop is among those"
+          )
         sample.stopped = True
         count -= len(sample.tokens) - kept
         del sample.tokens[kept:]
@@ -790,27 +828,13 @@ class Engine:
     return next(width for width in self._widths if width >= pages)
 
   def _count_pages(self, longest: int) -> int:
-    """Pages of a data slice, page 0 included.
-
-    Raises:
-      ConfigError: They do not hold the longest sample.
-    """
+    """Pages of a data slice, page 0 included."""
     least = self._pages_of(longest) + 1
     prompts = -(-self._slots // self.config.samples_begun)
     own = self._pages_of(self.config.max_response_tokens)
     most = prompts * self._prompt_pages + self._slots * own
-    cache_tokens = self.config.cache_tokens
-    pages = cache_tokens // self._page if cache_tokens else max(most, least)
-    if pages < least:
-      raise ConfigError(
-        [
-          f"rollout.cache_tokens = {cache_tokens} is less than one sample may "
-          "take: prompts.max_tokens + rollout.max_response_tokens = "
-          f"{longest}, in pages of rollout.chunk_tokens = {self._page}. Try "
-          f"rollout.cache_tokens={least * self._page}, or 0 for enough."
-        ]
-      )
-    return pages + 1
+    given = self.config.cache_tokens
+    return 1 + (given // self._page if given else max(most, least))
 
 
 @dataclasses.dataclass(eq=False)
@@ -864,6 +888,10 @@ def _pack(
     rows[at].append((reading, 0, len(reading.tokens)))
     room[at] -= needed
   return rows
+
+
+def _is_int(value: Any) -> bool:
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _widths(most: int, page_tokens: int) -> tuple[int, ...]:

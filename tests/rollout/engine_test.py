@@ -102,7 +102,7 @@ def _engine(
     cache_tokens=64 * _CHUNK,
     prefill_tokens=16,
     extra_samples=0,
-    update="swap",
+    weight_update="swap",
     temperature=1.0,
     top_k=0,
     top_p=1.0,
@@ -293,7 +293,12 @@ class TrajectoriesTest(parameterized.TestCase):
     groups = _generate(prompts=prompts, first_group_id=10)
     self.assertEqual([g.group_id for g in groups], [10, 11, 12, 13])
     for group, prompt in zip(groups, prompts, strict=True):
-      self.assertIs(group.prompt, prompt)
+      self.assertEqual(group.prompt.id, prompt.id)
+      self.assertIs(group.prompt.reference, prompt.reference)
+      np.testing.assert_array_equal(group.prompt.tokens, prompt.tokens)
+      # A copy: the caller may go on with its array.
+      self.assertFalse(group.prompt.tokens.flags.writeable)
+      self.assertTrue(prompt.tokens.flags.writeable)
       self.assertLen(group.trajectories, 4)
       for trajectory in group.trajectories:
         length, start = len(trajectory.tokens), len(prompt.tokens)
@@ -551,7 +556,7 @@ class StopStringsTest(parameterized.TestCase):
     ("within_a_chunk", dict(chunk_tokens=16)),
     ("over_chunks", dict(chunk_tokens=1, slots=6)),
     ("pages_lost", _TIGHT),
-    ("recompute", dict(update="recompute", slots=5)),
+    ("recompute", dict(weight_update="recompute", slots=5)),
     ("truncated", dict(top_k=30, slots=1)),
   )
   def test_end_a_response_as_if_its_whole_text_were_known(self, changes):
@@ -562,7 +567,7 @@ class StopStringsTest(parameterized.TestCase):
 
     def fetch():
       """The same weights under another number: read again by recompute."""
-      if changes.get("update") != "recompute":
+      if changes.get("weight_update") != "recompute":
         return _snapshot()
       return PolicySnapshot(next(versions), dict(_snapshot().params))
 
@@ -620,8 +625,8 @@ class RequestsTest(parameterized.TestCase):
     ("chunks_of_one", dict(chunk_tokens=1, slots=6), False),
     ("chunks_of_three", dict(chunk_tokens=3, slots=6), False),
     ("longer_than_a_response", dict(chunk_tokens=16), False),
-    ("recompute", _TIGHT | dict(update="recompute"), False),
-    ("drain", _TIGHT | dict(update="drain"), False),
+    ("recompute", _TIGHT | dict(weight_update="recompute"), False),
+    ("drain", _TIGHT | dict(weight_update="drain"), False),
   )
   def test_a_batch_of_one_gives_the_same(self, changes, greedy):
     for sampling in (None, _GREEDY)[: 1 + greedy]:
@@ -645,7 +650,7 @@ class RequestsTest(parameterized.TestCase):
     count = 8
     wants = [_alone(first_group_id=first, count=count) for first in (0, 500)]
     engines = [
-      _engine(update=update, **changes)
+      _engine(weight_update=update, **changes)
       for changes in (_TIGHT, {}, dict(prefill_tokens=1) | _TIGHT)
     ]
     for trial in range(9):
@@ -813,7 +818,7 @@ class PendingTest(parameterized.TestCase):
     )
     self.assertEqual(engine.stats.swaps, 0)
     # But a drained sample has one.
-    engine = _engine(stop_ids=(), update="drain")
+    engine = _engine(stop_ids=(), weight_update="drain")
     snapshots = _fetch_in_turn(first, PolicySnapshot(7, first.params))
     for t in _trajectories(_generate(engine, fetch=snapshots)):
       self.assertLen(set(t.policy_version.tolist()), 1)
@@ -928,7 +933,7 @@ class VersionsTest(parameterized.TestCase):
 
   @parameterized.parameters(dict(), _TIGHT, _LONG)
   def test_recompute_is_exact(self, **changes):
-    engine = _engine(stop_ids=(), update="recompute", **changes)
+    engine = _engine(stop_ids=(), weight_update="recompute", **changes)
     snapshots = [_snapshot(v, seed=v) for v in range(3)]
     # An update every chunk, and then every third.
     turns = itertools.chain(
@@ -944,7 +949,7 @@ class VersionsTest(parameterized.TestCase):
 
   @parameterized.parameters(dict(), _TIGHT)
   def test_drain_lets_no_sample_see_two_versions(self, **changes):
-    engine = _engine(stop_ids=(), update="drain", **changes)
+    engine = _engine(stop_ids=(), weight_update="drain", **changes)
     snapshots = [_snapshot(v, seed=v % 3) for v in range(6)]
     got = _trajectories(
       _generate(
@@ -962,7 +967,7 @@ class VersionsTest(parameterized.TestCase):
 
   @parameterized.parameters("swap", "recompute", "drain")
   def test_nothing_outlives_an_update(self, update):
-    engine = _engine(update=update)
+    engine = _engine(weight_update=update)
     before = _tokens(_generate(engine))
     new = _snapshot(1, seed=1)
     after = _generate(engine, fetch=lambda: new)
@@ -1166,7 +1171,7 @@ class LanesTest(parameterized.TestCase):
     same = PolicySnapshot(1, dict(_snapshot().params))
     counts = {}
     for update in ("swap", "recompute"):
-      engine = _engine(**self.shape | dict(update=update))
+      engine = _engine(**self.shape | dict(weight_update=update))
       got, chunks = self._run(engine, fetch=_fetch_in_turn(_snapshot(), same))
       self._check(got)
       self.assertEqual(engine.stats.swaps, 1)
@@ -1278,6 +1283,10 @@ class RefusalTest(parameterized.TestCase):
     ("empty", np.zeros(0, np.int32), "odd-one has no tokens"),
     ("wide", np.zeros(3, np.int64), r"odd-one is int64\[3\]"),
     ("matrix", np.zeros((1, 3), np.int32), r"odd-one is int32\[1, 3\]"),
+    ("list", [1, 2], "odd-one is a list and not a row"),
+    ("floats", np.ones(2, np.float32), r"odd-one is float32\[2\]"),
+    ("beyond", np.full(2, _VOCAB, np.int32), f"token {_VOCAB}, .* 0 to"),
+    ("below", np.full(2, -1, np.int32), "token -1, and the model's are 0 to"),
   )
   def test_a_prompt_is_named(self, tokens, message):
     odd = Prompt("odd-one", tokens, {})
@@ -1286,7 +1295,21 @@ class RefusalTest(parameterized.TestCase):
     # Before anything is generated, and nothing is left.
     _check_idle(_shared_engine())
 
-  @parameterized.parameters(0, -1, _LIMIT + 1)
+  @parameterized.parameters(-1, 2**31, 1.0, True, None)
+  def test_a_number_that_is_none(self, group_id):
+    with self.assertRaisesRegex(ValueError, f"group {group_id} is no whole"):
+      _shared_engine().submit(_prompts()[0], group_id)
+    _check_idle(_shared_engine())
+
+  @parameterized.parameters(0, 6, 100)
+  def test_stops_that_keep_what_is_not_there(self, kept):
+    engine = _engine(
+      stop_ids=(), stop_strings=("a",), stops=lambda tokens, new: kept
+    )
+    with self.assertRaisesRegex(ValueError, f"stops keeps {kept} of "):
+      _generate(engine)
+
+  @parameterized.parameters(0, -1, _LIMIT + 1, 2.5, True)
   def test_max_tokens(self, limit):
     with self.assertRaisesRegex(
       ValueError,
