@@ -12,6 +12,7 @@ from darl_jax.rewards import math_answer, math_text
 from darl_jax.rewards.math_expression import UnreadableError
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MIN_CHARS = 400
 # Without a box the answer stands at the end.
 _TAIL_CHARS = 2000
 _ANNOUNCED = re.compile(
@@ -59,6 +60,9 @@ class MathVerifier:
 
 def is_equal(answer: str, reference: str) -> bool:
   """Whether two final answers say the same."""
+  # What is so much longer is no final answer, but could take long to read.
+  if len(answer) > _MIN_CHARS + 10 * len(reference):
+    return False
   wanted = math_answer.readings(reference)
   for given in math_answer.readings(answer):
     for right in wanted:

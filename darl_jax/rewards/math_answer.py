@@ -15,7 +15,7 @@ from darl_jax.rewards import math_expression, math_text, math_units
 from darl_jax.rewards.math_expression import UnreadableError
 
 MAX_CHARS = 5000
-_MAX_ITEMS = 64
+_MAX_ITEMS = 32
 _MAX_DEPTH = 12
 # Python's own limit for an int read from text.
 _MAX_DIGITS = 4000

@@ -50,6 +50,10 @@ _LETTER = re.compile(r"\\[A-Za-z]+|([A-Z])(?:_(?:\{(\w+)\}|(\w)))?", re.ASCII)
 _FUNCTION_NAMES = re.compile(
   r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])"
 )
+# Without brackets their arguments take the parser exponential time.
+_FUNCTIONS_OF_FUNCTIONS = re.compile(
+  r"(?:\\(?:sin|cos|tan|sec|csc|cot|ln|log|exp|arc\w+|sinh|cosh|tanh)\s*){4}"
+)
 _CONFIG = math_verify.LatexExtractionConfig(
   boxed_match_priority=-1,
   normalization_config=NormalizationConfig(
@@ -190,10 +194,15 @@ def _rewritten(text: str) -> str:
     or ("binom" in text and re.search(r"\d{4}", text))
     or text.count("binom") > 1
     or text.count("|") > 4
+    or _FUNCTIONS_OF_FUNCTIONS.search(text)
+    or re.search(r"\^\s*\\?\w+\s*\^", text)
     or "__" in text
   ):
     raise UnreadableError(text)
-  return _LETTER.sub(_lower, text)
+  text = _LETTER.sub(_lower, text)
+  if len(text) > 2 * MAX_CHARS:
+    raise UnreadableError("it has too many capital letters")
+  return text
 
 
 def _with_degrees(text: str) -> str:
