@@ -146,6 +146,10 @@ def _file_problems(name: str) -> list[str]:
       f"prompts.dataset = {name!r} is no file that can be read: "
       f"{error.strerror}.{_other_files(name)}"
     ]
+  except ValueError:
+    return [
+      f"prompts.dataset = {name!r} is no path. Try 'data/questions.jsonl'."
+    ]
 
 
 def _other_files(name: str) -> str:

@@ -4,6 +4,7 @@
 part of an answer is ever evaluated as code.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -63,15 +64,22 @@ def is_equal(answer: str, reference: str) -> bool:
   # What is so much longer is no final answer, but could take long to read.
   if len(answer) > _MIN_CHARS + 10 * len(reference):
     return False
-  wanted = math_answer.readings(reference)
-  for given in math_answer.readings(answer):
-    for right in wanted:
-      try:
-        if math_answer.same(given, right):
-          return True
-      except UnreadableError:
-        continue  # What cannot be compared is not equal.
-  return False
+  try:
+    wanted = math_answer.readings(reference)
+    given = math_answer.readings(answer)
+  except RecursionError:
+    return False
+  return any(
+    _same(one, other) for one, other in itertools.product(given, wanted)
+  )
+
+
+def _same(answer: math_answer.Answer, reference: math_answer.Answer) -> bool:
+  """What cannot be compared is not equal."""
+  try:
+    return math_answer.same(answer, reference)
+  except (UnreadableError, RecursionError):
+    return False
 
 
 def last_box(text: str) -> str | None:

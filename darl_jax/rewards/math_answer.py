@@ -122,6 +122,14 @@ _TAIL = re.compile(
   r"(?:\s*(?:\\text\{[^{}]*\}|(?<=[\s/])[A-Za-z]{2,}|[°%])"
   r"(?:\s*\^\s*\{?\s*-?[1-3]\s*\}?)?\s*/?)+$"
 )
+_SCALES = {
+  "hundred": 10**2,
+  "thousand": 10**3,
+  "million": 10**6,
+  "billion": 10**9,
+  "trillion": 10**12,
+}
+_SCALE = re.compile(rf"\s*(\\text\{{)?\s*({'|'.join(_SCALES)})\b")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)")
 _CHOICE = re.compile(
   r"(?:(?:option|choice|answer) )?\(?([a-j])(?:$|\)|[.:])(.*)$", re.DOTALL
@@ -138,6 +146,10 @@ def readings(text: str) -> list[Answer]:
   text = math_text.clean(text[: MAX_CHARS + 1])
   if not text or len(text) > MAX_CHARS:
     return []
+  while text[0] == "{" and text[-1] == "}" and math_text.enclosed(text):
+    text = text[1:-1].strip()
+    if not text:
+      return []
   texts = [text]
   # In (1,234) it separates; in (1,000, 2,000) it does both, told by the space.
   if not math_text.enclosed(text) or ", " in text:
@@ -356,10 +368,11 @@ def _read_quantity(text: str) -> Answer:
     return Collection("set", ())
   match = _LITERAL.match(text)
   if match:
-    unit = math_units.read(text[match.end() :].strip())
+    scale, tail = _scaled(text[match.end() :])
+    unit = math_units.read(tail)
     quantity = None if unit is None else _literal(match, unit)
     if quantity is not None:
-      return quantity
+      return dataclasses.replace(quantity, number=quantity.number * scale)
   head, unit = _without_unit(text)
   head = head.removeprefix("+").strip()
   bare = re.sub(r"\\[A-Za-z]+", "", head)
@@ -371,6 +384,16 @@ def _read_quantity(text: str) -> Answer:
   ):
     return Words(text)
   return Quantity(head, unit=unit)
+
+
+def _scaled(tail: str) -> tuple[int, str]:
+  """What a number is counted in, as in "5 million dollars", and the rest."""
+  match = _SCALE.match(tail)
+  if match is None:
+    return 1, tail.strip()
+  rest = tail[match.end() :]
+  # What is left of the words stays words.
+  return _SCALES[match[2]], (match[1] or "") + rest if rest.strip(" }") else ""
 
 
 def _without_unit(text: str) -> tuple[str, str]:
@@ -545,13 +568,15 @@ def _same_collection(answer: Answer, reference: Answer) -> bool:
       and _pairwise(lists[0].items, other.items)
     )
   if not (isinstance(answer, Collection) and isinstance(reference, Collection)):
-    # A set of one is its element.
+    # "0.25 or 1/4" says one thing twice; a set of one is its element.
     one, other = (
       (answer, reference)
       if isinstance(answer, Collection)
       else (reference, answer)
     )
-    return len(one.items) == 1 and same(one.items[0], other)
+    return len(one.items) > 0 and all(
+      _same_or_no(item, other) for item in one.items
+    )
   kinds = {answer.kind, reference.kind}
   if kinds == {"set", "union"}:
     return False

@@ -115,7 +115,12 @@ _SYMBOLS = {
 _FUNCTION = re.compile(
   r"\\text\{(sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|ln|log|exp)\}"
 )
+_ORDINAL = re.compile(
+  r"\^\s*(?:\{\s*(st|nd|rd|th)\s*\}|\{\s*\\text\{(st|nd|rd|th)\}\s*\}|"
+  r"\\text\{(st|nd|rd|th)\})"
+)
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)\*?\s*|(.))", re.DOTALL)
+_ROOT = re.compile(r"\s*(\[[^\[\]]*\])?\s*")
 _ARGUMENT = re.compile(r"\\[A-Za-z]+|.", re.DOTALL)
 
 
@@ -130,6 +135,7 @@ def clean(text: str) -> str:
   text = re.sub(r"(?<=\d)\x02+(?=\d)", "", text).replace("\x02", " ")
   text = _with_grouping_read(text)
   text = re.sub(r"\^\s*(?:\{\s*(?:\\circ|°)\s*\}|\\circ\b|°)", "°", text)
+  text = _ORDINAL.sub(r"\\text{\1\2\3}", text)
   text = re.sub(r"\\text\{\s*(and|or|,)\s*\}", r" \1 ", text)
   text = _with_braced_arguments(text)
   text = text.replace("*", r"\cdot ")
@@ -190,8 +196,8 @@ def _depths(text: str) -> list[int]:
   depths, level = [], 0
   for character in text:
     level += character in OPENING
-    depths.append(max(level, 0))
-    level -= character in CLOSING
+    depths.append(level)
+    level = max(level - (character in CLOSING), 0)
   return depths
 
 
@@ -236,14 +242,18 @@ def _with_braced_arguments(text: str) -> str:
 
 
 def _braced(text: str, position: int) -> tuple[str, int]:
-  """The argument there in braces if it has none, and where to read on."""
-  space = re.compile(r"\s*(\[[^\[\]]*\])?\s*").match(text, position)
-  root = space[1] or ""
-  position = space.end()
-  # Braces are there already, or a parenthesis as in sqrt(2): left to parsers.
-  if position >= len(text) or text[position] in "{}()":
+  """The argument there, in braces, and where to read on."""
+  space = _ROOT.match(text, position)
+  root, position = space[1] or "", space.end()
+  # A parenthesis, as in sqrt(2), is left to parsers.
+  if position >= len(text) or text[position] in "})(":
     return root, position
+  if text[position] == "{":
+    end = argument(text, position) or len(text)
+    return root + _with_braced_arguments(text[position:end]), end
   match = _ARGUMENT.match(text, position)
-  if match[0].startswith("\\"):
-    return root, position
-  return f"{root}{{{match[0]}}}", match.end()
+  if match[0] != r"\sqrt":
+    return f"{root}{{{match[0]}}}", match.end()
+  # Its own argument goes with it.
+  inner, end = _braced(text, match.end())
+  return f"{root}{{{match[0]}{inner}}}", end

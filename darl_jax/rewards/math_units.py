@@ -40,6 +40,7 @@ _NAMES = {
   "mol": "mole",
   "k": "kelvin K",
   "unit": "",
+  "th": "st nd rd",
   "$": "dollar buck usd USD",
   "cent": "¢",
   "€": "euro eur EUR",
@@ -52,13 +53,15 @@ _CANONICAL = {
   for unit, spellings in _NAMES.items()
   for spelling in (unit, *spellings.split())
 }
+_DEGREES = ("°", "degree", "deg")
 _PERCENT = frozenset(("%", "percent", "per cent", "percentage", "pct"))
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Words that make a claim of what follows a number.
 _NO_UNIT = re.compile(
   r"\b(?:and|or|not|no|nor|is|are|was|if|then|when|where|but|wrong|false|mod|"
   r"sin|cos|tan|log|ln|exp|sqrt|over|plus|minus|times|divided|approx|maybe|else|"
-  r"unless|except|either|than|less|more|least|most)\b",
+  r"unless|except|either|than|less|more|least|most|half|halves|thirds?|quarters?|"
+  r"[a-z]{3,}ths)\b",
   re.IGNORECASE,
 )
 _POWER = r"(?:\s*\^\s*\{?\s*(-?[1-3])\s*\}?)?"
@@ -137,8 +140,9 @@ def _known(part: str) -> str:
       power = 2 if word == "squared" else 3
     if word not in _POWERS and word not in ("squared", "cubed"):
       names.append(name)
-  if names[:1] in (["degrees"], ["degree"], ["°"]) and len(names) == 2:
-    names = names[1:]
+  if len(names) == 2 and _singular(names[0]) in _DEGREES:
+    # "° C" and "degrees Celsius" are one name.
+    names = [f"°{names[1]}" if len(names[1]) == 1 else names[1]]
   if len(names) != 1:
     return ""
   unit = _CANONICAL.get(_singular(names[0]), "")
