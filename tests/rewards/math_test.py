@@ -29,6 +29,8 @@ CONFORMANCE = (
   (r"\boxed{(2,1)}", "(1,2)", 0.0),
 )
 
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/rewards.md"
+
 # Formatting that says nothing.
 FORMATS = {
   "spaces": "  {}  ",
@@ -178,6 +180,21 @@ class ScoreTest(parameterized.TestCase):
     thread.start()
     thread.join()
     self.assertEqual(verdicts, [1.0])
+
+
+class DocumentTest(parameterized.TestCase):
+  def test_its_table_is_true(self):
+    rows = re.findall(
+      r"^\| (`.*`) \| `(.*)` \| (equal|different)\b", DOCUMENT.read_text(), re.M
+    )
+    self.assertGreater(len(rows), 30)
+    wrong = [
+      (answer, reference)
+      for answers, reference, verdict in rows
+      for answer in re.findall("`(.*?)`", answers)
+      if equal(answer, reference) != (verdict == "equal")
+    ]
+    self.assertEqual(wrong, [])
 
 
 class MetamorphicTest(parameterized.TestCase):
