@@ -62,7 +62,7 @@ class MathVerifier:
 def is_equal(answer: str, reference: str) -> bool:
   """Whether two final answers say the same."""
   # What is so much longer is no final answer, but could take long to read.
-  if len(answer) > _MIN_CHARS + 10 * len(reference):
+  if len(" ".join(answer.split())) > _MIN_CHARS + 10 * len(reference):
     return False
   try:
     wanted = math_answer.readings(reference)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from darl_jax.rewards import math_expression, math_text, math_units
@@ -102,9 +102,11 @@ _MATRIX = re.compile(
   r"(?:\{[clr| ]*\})?(.*)\\end\s*\{\1\}\s*[)\]]?",
   re.DOTALL,
 )
+# Possessive, as is _TAIL: there is more than one way to match, and trying all
+# of them would take exponential time.
 _NAME = re.compile(
-  r"(?:[A-Za-z]\([\w\s,.+-]*\)|[A-Za-z]|\\text\{[^{}]*\}|\\[a-z]+ ?|"
-  r"_\{?\w+\}?|[+\-/|'(){},\s])+"
+  r"(?>[A-Za-z]\([\w\s,.+-]*\)|[A-Za-z]|\\text\{[^{}]*\}|\\[a-z]+ ?|"
+  r"_\{?\w+\}?|[+\-/|'(){},\s])++"
 )
 _LITERAL = re.compile(
   r"(?P<sign>[-+]?)\s*(?P<money>[$€£¥₹]?)\s*(?P<minus>-?)(?:"
@@ -119,8 +121,8 @@ _LITERAL = re.compile(
   r")(?![\d.])"
 )
 _TAIL = re.compile(
-  r"(?:\s*(?:\\text\{[^{}]*\}|(?<=[\s/])[A-Za-z]{2,}|[°%])"
-  r"(?:\s*\^\s*\{?\s*-?[1-3]\s*\}?)?\s*/?)+$"
+  r"(?>\s*+(?:\\text\{[^{}]*\}|(?<=[\s/])[A-Za-z]{2,}|[°%])"
+  r"(?:\s*\^\s*\{?\s*-?[1-3]\s*\}?)?\s*+/?)++$"
 )
 _SCALES = {
   "hundred": 10**2,
@@ -134,7 +136,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)")
 _CHOICE = re.compile(
   r"(?:(?:option|choice|answer) )?\(?([a-j])(?:$|\)|[.:])(.*)$", re.DOTALL
 )
-_SECOND_CHOICE = re.compile(r"\([a-j]\)|\b(?:or|and)\b|\b[a-j][).:]")
+_SECOND_CHOICE = re.compile(r"\([a-j]\)|\b(?:or|and)\b|\b[a-j](?:[).:]|$)")
 
 
 def readings(text: str) -> list[Answer]:
@@ -223,7 +225,6 @@ def _read_matrix(text: str, deeper: Reader) -> Answer | None:
   match = _MATRIX.fullmatch(text)
   if match is None:
     return None
-  # The cleaning has written the separator of cells out as it stands.
   rows = [row for row in re.split(r"\\\\", match[2]) if row.strip()]
   cells = [row.split("&") for row in rows]
   if sum(map(len, cells)) > _MAX_ITEMS:
@@ -513,8 +514,8 @@ def _same_expression(one: Quantity, two: Quantity) -> bool:
   trees = math_expression.parse(one.text), math_expression.parse(two.text)
   for decimal, tree in ((one, trees[1]), (two, trees[0])):
     if _is_rounded(decimal) and not tree.free_symbols:
-      value = math_expression.inexact(math_expression.constant(tree))
-      if value.imag == 0 and _rounds_to(Fraction(str(value.real)), decimal):
+      value = math_expression.real_constant(tree)
+      if value is not None and _rounds_to(value, decimal):
         return True
   return math_expression.equal(*trees)
 
@@ -673,12 +674,10 @@ def _text(answer: Answer) -> str | None:
   return None
 
 
-# Small things.
+# Both.
 
 
-def _flat(
-  items: "itertools.chain[Answer] | map", kind: str
-) -> tuple[Answer, ...]:
+def _flat(items: Iterable[Answer], kind: str) -> tuple[Answer, ...]:
   """Lists of lists, as of "x = 1, ± 2", are one list."""
   flat: list[Answer] = []
   for item in items:

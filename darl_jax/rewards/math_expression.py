@@ -141,7 +141,7 @@ def proportional(
       values = [_value_or_none(side, point) for side in (*one, *two)]
       if None in values:
         continue
-      a, b, c, d = map(inexact, values)
+      a, b, c, d = map(_inexact, values)
       if min(abs(a - b), abs(c - d)) <= _TOLERANCE:
         return False
       ratios.append((a - b) / (c - d))
@@ -164,7 +164,19 @@ def constant(tree: sympy.Basic) -> Value:
   return value
 
 
-def inexact(value: Value) -> mpmath.mpc:
+def real_constant(tree: sympy.Basic) -> Fraction | None:
+  """Its value to 50 digits; None if it is not real.
+
+  Raises:
+    UnreadableError: It depends on a variable, or has no value.
+  """
+  value = constant(tree)
+  if isinstance(value, Fraction):
+    return value
+  return None if value.imag else Fraction(mpmath.nstr(value.real, 50))
+
+
+def _inexact(value: Value) -> mpmath.mpc:
   """The value to 60 digits."""
   if isinstance(value, Fraction):
     with mpmath.workdps(_DIGITS):
@@ -196,7 +208,7 @@ def _rewritten(text: str) -> str:
     or text.count("|") > 4
     or _FUNCTIONS_OF_FUNCTIONS.search(text)
     or re.search(r"\^\s*\\?\w+\s*\^", text)
-    or "__" in text
+    or re.search(r"_(?!\{\w+\})", text)
   ):
     raise UnreadableError(text)
   text = _LETTER.sub(_lower, text)
@@ -276,7 +288,7 @@ def _value(tree: sympy.Basic, point: Mapping[str, mpmath.mpf]) -> Value:
 def _sum(*values: Value) -> Value:
   if all(isinstance(value, Fraction) for value in values):
     return _bounded(sum(values, Fraction(0)))
-  return mpmath.fsum(inexact(value) for value in values)
+  return mpmath.fsum(_inexact(value) for value in values)
 
 
 def _product(*values: Value) -> Value:
@@ -285,12 +297,12 @@ def _product(*values: Value) -> Value:
     if isinstance(product, Fraction) and isinstance(value, Fraction):
       product = _bounded(product * value)
     else:
-      product = inexact(product) * inexact(value)
+      product = _inexact(product) * _inexact(value)
   return product
 
 
 def _power(base: Value, exponent: Value) -> Value:
-  if abs(inexact(exponent)) > _MAX_EXPONENT:
+  if abs(_inexact(exponent)) > _MAX_EXPONENT:
     raise UnreadableError("an exponent is too large")
   if isinstance(base, Fraction) and isinstance(exponent, Fraction):
     if base == 0 and exponent <= 0:
@@ -305,8 +317,8 @@ def _power(base: Value, exponent: Value) -> Value:
     # The cube root of -8 is -2, as every textbook has it.
     if base < 0 and exponent.denominator % 2:
       sign = -1 if exponent.numerator % 2 else 1
-      return sign * mpmath.power(inexact(-base), inexact(exponent))
-  return mpmath.power(inexact(base), inexact(exponent))
+      return sign * mpmath.power(_inexact(-base), _inexact(exponent))
+  return mpmath.power(_inexact(base), _inexact(exponent))
 
 
 def _exact_root(base: Fraction, exponent: Fraction) -> Fraction | None:
@@ -321,16 +333,16 @@ def _exact_root(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _exponential(value: Value) -> Value:
-  if abs(inexact(value)) > _MAX_EXPONENT:
+  if abs(_inexact(value)) > _MAX_EXPONENT:
     raise UnreadableError("an exponent is too large")
-  return mpmath.exp(inexact(value))
+  return mpmath.exp(_inexact(value))
 
 
 def _logarithm(value: Value, base: Value | None = None) -> Value:
   if value == 0:
     raise ZeroDivisionError
-  result = mpmath.log(inexact(value))
-  return result if base is None else result / mpmath.log(inexact(base))
+  result = mpmath.log(_inexact(value))
+  return result if base is None else result / mpmath.log(_inexact(base))
 
 
 def _factorial(value: Value) -> Value:
@@ -361,7 +373,7 @@ def _ceiling(value: Value) -> Value:
 
 def _of_float(function: Callable[[mpmath.mpc], mpmath.mpc]):
   def bounded(value: Value) -> Value:
-    value = inexact(value)
+    value = _inexact(value)
     if abs(value) > _MAX_EXPONENT:  # They grow like exp in some direction.
       raise UnreadableError("an argument is too large")
     return mpmath.mpc(function(value))
@@ -417,5 +429,5 @@ def _close(a: Value, b: Value) -> bool:
   if isinstance(a, Fraction) and isinstance(b, Fraction):
     return a == b
   with mpmath.workdps(_DIGITS):
-    a, b = inexact(a), inexact(b)
+    a, b = _inexact(a), _inexact(b)
     return abs(a - b) <= _TOLERANCE * max(1, abs(a), abs(b))

@@ -216,6 +216,7 @@ _EQUAL = {
     \sqrt 2 ~ \sqrt{2}
     1.4142135 ~ \sqrt{2}
     3.14159265 ~ \pi
+    3.14159265358979323846 ~ \pi
     \frac{\pi}{2} ~ 0.5\pi
     \pi/2 ~ \frac{\pi}{2}
     2π ~ 2\pi
@@ -370,6 +371,8 @@ _DIFFERENT = {
     A ~ C
     A, C ~ C
     C or D ~ C
+    (C) (D) ~ C
+    C. D. ~ C
     (C) or (D) ~ C
   """,
   "words": r"""

@@ -55,6 +55,8 @@ class ParserTest(parameterized.TestCase):
     r"\int x dx",
     "(" * 9 + "1" + ")+1" * 9,
     "x^x^x^x",
+    "x_ " * 24 + "x",
+    r"\sin " * 8 + "x1" * 8,
     "1+" * 150 + "1",
     "x^{100000}",
     "",

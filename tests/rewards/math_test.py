@@ -89,6 +89,11 @@ HOSTILE = {
   "units": r"\boxed{42 " + "cm " * 120 + "}",
   "backslashes": r"\boxed{" + "\\" * 399 + "}",
   "names": r"\boxed{" + "a(1" * 120 + "=1}",
+  "functions' names": r"\boxed{" + "a(b)" * 80 + "5=1}",
+  "letters' names": r"\boxed{" + r"\alpha " * 40 + "5=1}",
+  "subscripts": r"\boxed{" + "a_bc" * 80 + "5=1}",
+  "words": r"\boxed{x+1 " + "aa " * 80 + "aa!}",
+  "rates": r"\boxed{x+1 " + "cm / " * 70 + "aa!}",
   "period": r"\boxed{0.\overline{" + "3" * 380 + "}}",
   "not unicode": "\\boxed{\ud800}",
   "control characters": "\\boxed{\x00\x01\x02}",
@@ -321,6 +326,14 @@ class HostileTest(parameterized.TestCase):
         start = time.monotonic()
         self.assertEqual(score(HOSTILE[name], reference, box=box), 0.0)
         self.assertLess(time.monotonic() - start, 2.0)
+
+  def test_what_is_much_longer_than_the_reference_is_not_read(self):
+    reference = ", ".join(f"x+{i}" for i in range(1, 17))
+    answer = ", ".join("1" + "+0" * 140 + f"+x+{i}-1" for i in range(1, 17))
+    start = time.monotonic()
+    self.assertFalse(equal(answer, reference))
+    self.assertLess(time.monotonic() - start, 0.5)
+    self.assertTrue(equal("5" + " " * 1000, "5"))
 
   def test_nothing_is_run(self):
     for text in (
