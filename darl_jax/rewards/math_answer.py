@@ -105,7 +105,7 @@ _MATRIX = re.compile(
 # Possessive, as is _TAIL: there is more than one way to match, and trying all
 # of them would take exponential time.
 _NAME = re.compile(
-  r"(?>[A-Za-z]\([\w\s,.+-]*\)|[A-Za-z]|\\text\{[^{}]*\}|\\[a-z]+ ?|"
+  r"(?:[A-Za-z]\([\w\s,.+-]*\)|[A-Za-z]|\\text\{[^{}]*\}|\\[a-z]+ ?|"
   r"_\{?\w+\}?|[+\-/|'(){},\s])++"
 )
 _LITERAL = re.compile(
@@ -121,8 +121,8 @@ _LITERAL = re.compile(
   r")(?![\d.])"
 )
 _TAIL = re.compile(
-  r"(?>\s*+(?:\\text\{[^{}]*\}|(?<=[\s/])[A-Za-z]{2,}|[°%])"
-  r"(?:\s*\^\s*\{?\s*-?[1-3]\s*\}?)?\s*+/?)++$"
+  r"(?:\s*(?:\\text\{[^{}]*\}|(?<=[\s/])[A-Za-z]{2,}|[°%])"
+  r"(?:\s*\^\s*\{?\s*-?[1-3]\s*\}?)?\s*/?)++$"
 )
 _SCALES = {
   "hundred": 10**2,
