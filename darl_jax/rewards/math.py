@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from darl_jax.rewards import math_answer, math_text
+from darl_jax.rewards import math_answer, math_equality, math_text
 from darl_jax.rewards.math_expression import UnreadableError
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -77,7 +77,7 @@ def is_equal(answer: str, reference: str) -> bool:
 def _same(answer: math_answer.Answer, reference: math_answer.Answer) -> bool:
   """What cannot be compared is not equal."""
   try:
-    return math_answer.same(answer, reference)
+    return math_equality.same(answer, reference)
   except (UnreadableError, RecursionError):
     return False
 

@@ -1,4 +1,4 @@
-"""A final answer as data: taken apart at its top level, and compared.
+"""A final answer as data: taken apart at its top level.
 
 Numbers, units, lists, brackets, intervals, matrices and relations are read
 here, exactly. What is none of them is an expression, or words.
@@ -11,17 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from darl_jax.rewards import math_expression, math_text, math_units
-from darl_jax.rewards.math_expression import UnreadableError
+from darl_jax.rewards import math_text, math_units
 
 MAX_CHARS = 5000
 _MAX_ITEMS = 32
 _MAX_DEPTH = 12
 # Python's own limit for an int read from text.
 _MAX_DIGITS = 4000
-# Decimals with less are what they say; with more, a rounded value.
-_ROUNDED_PLACES = 4
-_ROUNDED_DIGITS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +77,13 @@ class Named:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chain:
+  """Sides that are said to be equal, the last of which is the answer."""
+
+  sides: tuple["Answer", ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Relation:
   """Two sides: ``=``, ``<``, ``≤`` or ``≠``."""
 
@@ -89,7 +92,9 @@ class Relation:
   right: str
 
 
-Answer = Quantity | Words | Ordered | Collection | Matrix | Named | Relation
+Answer = (
+  Quantity | Words | Ordered | Collection | Matrix | Named | Chain | Relation
+)
 
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _SEPARATOR = re.compile(r"[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
@@ -133,10 +138,6 @@ _SCALES = {
 }
 _SCALE = re.compile(rf"\s*(\\text\{{)?\s*({'|'.join(_SCALES)})\b")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)")
-_CHOICE = re.compile(
-  r"(?:(?:option|choice|answer) )?\(?([a-j])(?:$|\)|[.:])(.*)$", re.DOTALL
-)
-_SECOND_CHOICE = re.compile(r"\([a-j]\)|\b(?:or|and)\b|\b[a-j](?:[).:]|$)")
 
 
 def readings(text: str) -> list[Answer]:
@@ -159,28 +160,6 @@ def readings(text: str) -> list[Answer]:
     if grouped != text:
       texts.insert(0, grouped)
   return [_read(each, 0) for each in texts]
-
-
-def same(answer: Answer, reference: Answer) -> bool:
-  """Whether ``answer`` says what ``reference`` does."""
-  if answer == reference:
-    return True
-  if isinstance(answer, Named) or isinstance(reference, Named):
-    return _same_named(answer, reference)
-  if isinstance(answer, Collection) or isinstance(reference, Collection):
-    return _same_collection(answer, reference)
-  if isinstance(answer, Ordered) and isinstance(reference, Ordered):
-    return _same_sequence(answer, reference)
-  if isinstance(answer, Matrix) or isinstance(reference, Matrix):
-    return _same_matrix(answer, reference)
-  if isinstance(answer, Relation) and isinstance(reference, Relation):
-    return _same_relation(answer, reference)
-  if isinstance(answer, Quantity) and isinstance(reference, Quantity):
-    return _same_quantity(answer, reference)
-  return _same_words(answer, reference)
-
-
-# Reading.
 
 
 def _read(text: str, level: int) -> Answer:
@@ -285,22 +264,16 @@ def _read_equation(
   name = sides[0] if _NAME.fullmatch(sides[0]) else None
   values = list(map(deeper, sides[1:] if name else sides))
   if len(values) == 1:
-    return Named(_key(name), values[0])
+    return Named(key(name), values[0])
   if not name and len(values) == 2 and _has_variable(sides[0], sides[1]):
     if _NAME.fullmatch(sides[1]):
-      return Named(_key(sides[1]), values[0])
+      return Named(key(sides[1]), values[0])
     return Relation("=", *sides)
-  # What stands at the end, unless the chain contradicts itself. A rounded
-  # value says less than the one that it is of.
-  exact = values[: signs.index("≈") + (not name)] if "≈" in signs else values
-  exact = exact or values
-  for one, two in itertools.pairwise(exact):
-    try:
-      if not same(one, two):
-        return Words(text)
-    except UnreadableError:
-      return Words(text)
-  return Named(_key(name), exact[-1]) if name else exact[-1]
+  # A rounded value says less than the one that it is of.
+  if "≈" in signs:
+    values = values[: signs.index("≈") + (not name)] or values
+  value = values[0] if len(values) == 1 else Chain(tuple(values))
+  return Named(key(name), value) if name else value
 
 
 def _as_interval(
@@ -450,233 +423,6 @@ def _literal(match: re.Match[str], unit: str) -> Quantity | None:
   return Quantity(match[0].strip(), number, places, digits, unit)
 
 
-# Comparing.
-
-
-def _same_quantity(answer: Quantity, reference: Quantity) -> bool:
-  units = answer.unit, reference.unit
-  percent = [unit == "%" for unit in units]
-  if all(units) and units[0] != units[1] and not any(percent):
-    return False
-  if answer.number is None or reference.number is None:
-    return percent[0] == percent[1] and (
-      _same_words(answer, reference) or _same_expression(answer, reference)
-    )
-  if _same_number(answer, reference):
-    return True
-  # 50 % is 50 where a percentage was asked for, and a half otherwise.
-  if percent == [True, False]:
-    return _same_number(_hundredth(answer), reference)
-  if percent == [False, True]:
-    return _same_number(answer, _hundredth(reference))
-  return False
-
-
-def _hundredth(quantity: Quantity) -> Quantity:
-  places = quantity.places + 2 if quantity.digits else 0
-  return dataclasses.replace(
-    quantity, number=quantity.number / 100, places=places
-  )
-
-
-def _same_number(one: Quantity, two: Quantity) -> bool:
-  if one.number == two.number:
-    return True
-  rounded = [each for each in (one, two) if _is_rounded(each)]
-  if not rounded:
-    return False
-  coarse = min(rounded, key=lambda each: each.places)
-  fine = two if coarse is one else one
-  # A finer decimal may be the value of a coarser one, not another of its kind.
-  if fine.digits and fine.places <= coarse.places:
-    return False
-  return _rounds_to(fine.number, coarse)
-
-
-def _is_rounded(quantity: Quantity) -> bool:
-  return (
-    quantity.places >= _ROUNDED_PLACES and quantity.digits >= _ROUNDED_DIGITS
-  )
-
-
-def _rounds_to(number: Fraction, decimal: Quantity) -> bool:
-  """Whether ``decimal`` is the number rounded, or cut off, where it ends."""
-  unit = Fraction(1, 10**decimal.places)
-  difference = abs(number) - abs(decimal.number)
-  return (number < 0) == (decimal.number < 0) and (
-    -unit / 2 <= difference < unit
-  )
-
-
-def _same_expression(one: Quantity, two: Quantity) -> bool:
-  if _key(one.text) == _key(two.text):
-    return True
-  trees = math_expression.parse(one.text), math_expression.parse(two.text)
-  for decimal, tree in ((one, trees[1]), (two, trees[0])):
-    if _is_rounded(decimal) and not tree.free_symbols:
-      value = math_expression.real_constant(tree)
-      if value is not None and _rounds_to(value, decimal):
-        return True
-  return math_expression.equal(*trees)
-
-
-def _same_named(answer: Answer, reference: Answer) -> bool:
-  names = [each.name for each in (answer, reference) if isinstance(each, Named)]
-  if len(names) == 2 and names[0] == names[1]:
-    return same(answer.value, reference.value)
-  if isinstance(answer, Relation) or isinstance(reference, Relation):
-    return _same_relation(_as_relation(answer), _as_relation(reference))
-  if len(names) == 2:
-    return False
-  if isinstance(answer, Named):
-    return same(answer.value, reference)
-  return same(answer, reference.value)
-
-
-def _as_relation(answer: Answer) -> Relation:
-  if isinstance(answer, Relation):
-    return answer
-  if isinstance(answer, Named) and isinstance(answer.value, Quantity):
-    return Relation("=", answer.name, answer.value.text)
-  raise UnreadableError("it is no relation")
-
-
-def _same_relation(answer: Relation, reference: Relation) -> bool:
-  if answer.sign != reference.sign:
-    return False
-  one, two = (
-    (math_expression.parse(each.left), math_expression.parse(each.right))
-    for each in (answer, reference)
-  )
-  return math_expression.proportional(
-    one, two, positive=answer.sign in ("<", "≤")
-  )
-
-
-def _same_collection(answer: Answer, reference: Answer) -> bool:
-  """Sets, lists and unions: each item has its like."""
-  if isinstance(answer, Ordered) or isinstance(reference, Ordered):
-    # "1, 2" without brackets is the tuple that was asked for.
-    lists = [
-      each for each in (answer, reference) if isinstance(each, Collection)
-    ]
-    other = answer if lists[0] is reference else reference
-    return (
-      lists[0].kind == "list"
-      and isinstance(other, Ordered)
-      and other.opening + other.closing == "()"
-      and len(other.items) == len(lists[0].items)
-      and _pairwise(lists[0].items, other.items)
-    )
-  if not (isinstance(answer, Collection) and isinstance(reference, Collection)):
-    # "0.25 or 1/4" says one thing twice; a set of one is its element.
-    one, other = (
-      (answer, reference)
-      if isinstance(answer, Collection)
-      else (reference, answer)
-    )
-    return len(one.items) > 0 and all(
-      _same_or_no(item, other) for item in one.items
-    )
-  kinds = {answer.kind, reference.kind}
-  if kinds == {"set", "union"}:
-    return False
-  given, wanted = answer.items, reference.items
-  if "set" in kinds:
-    given, wanted = _distinct(given), _distinct(wanted)
-  return len(given) == len(wanted) and _matched(given, wanted)
-
-
-def _matched(given: Sequence[Answer], wanted: Sequence[Answer]) -> bool:
-  left = list(wanted)
-  for item in given:
-    for index, candidate in enumerate(left):
-      if _same_or_no(item, candidate):
-        del left[index]
-        break
-    else:
-      return False
-  return True
-
-
-def _distinct(items: Sequence[Answer]) -> list[Answer]:
-  kept: list[Answer] = []
-  for item in items:
-    if not any(_same_or_no(item, other) for other in kept):
-      kept.append(item)
-  return kept
-
-
-def _same_or_no(answer: Answer, reference: Answer) -> bool:
-  try:
-    return same(answer, reference)
-  except UnreadableError:
-    return False
-
-
-def _same_sequence(answer: Ordered, reference: Ordered) -> bool:
-  if len(answer.items) != len(reference.items):
-    return False
-  brackets = [each.opening + each.closing for each in (answer, reference)]
-  # Of two items the brackets say what is open; vectors come in any.
-  if brackets[0] != brackets[1] and (
-    len(answer.items) == 2 or not set(brackets) <= {"()", "[]"}
-  ):
-    return False
-  return _pairwise(answer.items, reference.items)
-
-
-def _same_matrix(answer: Answer, reference: Answer) -> bool:
-  one, two = _as_rows(answer), _as_rows(reference)
-  return [len(row) for row in one] == [len(row) for row in two] and all(
-    map(_pairwise, one, two)
-  )
-
-
-def _as_rows(answer: Answer) -> Sequence[Sequence[Answer]]:
-  """A vector's items are a column's."""
-  if isinstance(answer, Matrix):
-    return answer.rows
-  if isinstance(answer, Ordered) and answer.opening in "([":
-    return [[item] for item in answer.items]
-  raise UnreadableError("it is no matrix")
-
-
-def _pairwise(one: Sequence[Answer], two: Sequence[Answer]) -> bool:
-  return len(one) == len(two) and all(map(same, one, two))
-
-
-def _same_words(answer: Answer, reference: Answer) -> bool:
-  one, two = _text(answer), _text(reference)
-  if one is None or two is None:
-    return False
-  one, two = _plain(one), _plain(two)
-  return bool(one) and (one == two or _same_choice(one, two))
-
-
-def _same_choice(answer: str, reference: str) -> bool:
-  """Whether the reference is a letter, perhaps with what it stands for."""
-  wanted, given = _CHOICE.match(reference), _CHOICE.match(answer)
-  return bool(
-    wanted
-    and given
-    and wanted[1] == given[1]
-    and not _SECOND_CHOICE.search(given[2])
-  )
-
-
-def _text(answer: Answer) -> str | None:
-  """Of what has no value as a number, how it is written."""
-  if isinstance(answer, Words):
-    return answer.text
-  if isinstance(answer, Quantity) and answer.number is None:
-    return answer.text
-  return None
-
-
-# Both.
-
-
 def _flat(items: Iterable[Answer], kind: str) -> tuple[Answer, ...]:
   """Lists of lists, as of "x = 1, ± 2", are one list."""
   flat: list[Answer] = []
@@ -699,12 +445,7 @@ def _turned(sign: str) -> str:
   return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}[sign]
 
 
-def _key(text: str) -> str:
+def key(text: str) -> str:
   """The text without what makes no difference to its meaning."""
   text = re.sub(r"\{(\w)\}", r"\1", text)
   return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
-
-
-def _plain(text: str) -> str:
-  text = re.sub(r"\\text|[{}\"`]", "", text)
-  return " ".join(text.casefold().split())
