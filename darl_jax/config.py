@@ -36,9 +36,12 @@ class PromptsConfig:
   """Where prompts come from.
 
   Attributes:
-    dataset: Name of a reasoning-gym dataset.
-    params: That dataset's own parameters, written as JSON text in the config.
-    num_items: Items drawn from the generator before equal questions merge.
+    dataset: Name of a reasoning-gym dataset, or the path of a JSON-lines file,
+      which ends in ".jsonl".
+    params: That dataset's own parameters, or for a file {"verifier", "box"}
+      (see docs/rewards.md), written as JSON text in the config.
+    num_items: Items drawn from the generator, or lines read of the file at
+      most, before equal questions merge.
     heldout_fraction: Share of distinct questions never trained on.
     max_tokens: Longer prompts are dropped, and counted.
     instruction: The text that asks a question, with "{question}" in its place.

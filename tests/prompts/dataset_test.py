@@ -19,7 +19,7 @@ from absl.testing import parameterized
 from reasoning_gym import factory
 
 from darl_jax.config import ConfigError, PromptsConfig
-from darl_jax.prompts import dataset
+from darl_jax.prompts import dataset, procedural
 
 DIGITS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
@@ -123,7 +123,7 @@ class LoadTest(parameterized.TestCase):
     program = """
       import sys
       from darl_jax.config import PromptsConfig
-      from darl_jax.prompts import dataset
+      from darl_jax.prompts import dataset, procedural
       import dataset_test
       loaded = dataset.load(dataset_test.make_config(dataset="list_functions",
           params={}, max_tokens=4096), seed=7)
@@ -180,7 +180,7 @@ class LoadTest(parameterized.TestCase):
 
     with (
       mock.patch.object(
-        dataset.reasoning_gym, "create_dataset", return_value=Dataset()
+        procedural.reasoning_gym, "create_dataset", return_value=Dataset()
       ),
       self.assertRaisesRegex(
         ConfigError, "fails to generate item 2: ZeroDivisionError: no such sum"
@@ -405,7 +405,8 @@ DRAW_ALL = """
 def draw_some(name: str) -> list[list[str | None]]:
   config = make_config(dataset=name, params={}, num_items=8)
   return [
-    [item["question"], item["answer"]] for item in dataset._draw(config, seed=1)
+    [question, needed["answer"]]
+    for question, needed in procedural.draw(config, seed=1)
   ]
 
 
@@ -450,4 +451,4 @@ class EveryDatasetTest(parameterized.TestCase):
       for seed in ("1", "2")
     )
     differ = {name for name in one if one[name] != two[name]}
-    self.assertEqual(differ, dataset._HASH_DEPENDENT)
+    self.assertEqual(differ, procedural._HASH_DEPENDENT)
