@@ -143,7 +143,17 @@ class Run:
     self.prompts = dataset.load(
       _with_tokenizer(config.prompts, self.checkpoint), seed=config.seed
     )
-    if problems := _prompt_problems(config, self.prompts):
+    self._fingerprint = dataset.fingerprint(self.prompts)
+    problems = _prompt_problems(config, self.prompts)
+    if self._saved and self._saved.header["meters"]["prompts"] != (
+      self._fingerprint
+    ):
+      problems.append(
+        f"prompts.dataset = {config.prompts.dataset!r} gives other prompts "
+        f"than those that {self._saved.folder} is of. Try to restore its file, "
+        "or another workdir."
+      )
+    if problems:
       raise ConfigError(problems)
     tokenizer = self.prompts.tokenizer
     self.policy = Policy(
@@ -456,6 +466,7 @@ class Run:
       meters={
         "summary": self.summary.state(self.verifier.metrics()),
         "rewards": self.rewards.state(),
+        "prompts": self._fingerprint,
         "watch": self.watch.state(),
       },
     )

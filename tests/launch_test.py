@@ -136,8 +136,11 @@ class RunTest(parameterized.TestCase):
     folder = tempfile.mkdtemp(dir=_folder)
     self.workdir = pathlib.Path(folder) / "run"
 
-  def _start(self, *changes: str, config=TINY, **keywords) -> subprocess.Popen:
+  def _start(
+    self, *changes: str, config=TINY, flags=(), **keywords
+  ) -> subprocess.Popen:
     process = start(
+      *flags,
       f"--config={config}",
       f"--workdir={self.workdir}",
       *(f"--config.{change}" for change in changes),
@@ -166,7 +169,9 @@ class RunTest(parameterized.TestCase):
     status, _, stderr = finish(process, ENDS_WITHIN_S)
     self.assertEqual(status, 0 if signum == signal.SIGTERM else 130, stderr)
     self.assertNotIn("Traceback", stderr)
-    self.assertIn(f"stopped on request; see {self.workdir}", stderr)
+    self.assertIn(
+      f"Interrupted: stopped on request; see {self.workdir}", stderr
+    )
     _, alive = psutil.wait_procs(family, timeout=1.0)
     self.assertEmpty(alive)
     self.assertEqual(summary_of(self.workdir)["status"], "interrupted")
@@ -239,6 +244,54 @@ class RunTest(parameterized.TestCase):
       + summary["in_ring_unused"]
       + summary["awaiting_verification"],
     )
+
+  def test_killed_and_started_again(self):
+    changes = (
+      "warm_start.steps=60",
+      "replay.min_batch=1",
+      "checkpoint.every=5",
+    )
+    process = self._start("num_steps=100000", *changes)
+    self._wait_for(process, "metrics.jsonl", '"step": 12,')
+    process.kill()
+    process.communicate()
+    status, stdout, stderr = finish(
+      self._start("num_steps=300", *changes), STARTS_WITHIN_S
+    )
+    self.assertEqual(status, 0, stderr)
+    self.assertIn("since it was saved: num_steps was 100000, and is 3", stdout)
+    self.assertIn("goes on after step ", stdout)
+    summary = summary_of(self.workdir)
+    self.assertEqual((summary["steps"], summary["resumed"]), (300, 1))
+    rows = (self.workdir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(row)["step"] for row in rows if "train/loss" in row]
+    self.assertEqual(steps, list(range(1, 301)))
+
+  def test_recorded_and_replayed(self):
+    process = self._start(
+      "num_steps=9",
+      "warm_start.steps=60",
+      "replay.min_batch=1",
+      flags=["--record"],
+    )
+    status, _, stderr = finish(process, STARTS_WITHIN_S)
+    self.assertEqual(status, 0, stderr)
+    schedule = self.workdir / "schedule_00000000.jsonl"
+    again = start(f"--replay={schedule}", f"--workdir={self.workdir}-again")
+    status, stdout, stderr = finish(again, STARTS_WITHIN_S)
+    self.assertEqual(status, 0, stderr)
+    self.assertIn("events were done again, bit for bit as recorded", stdout)
+    lines = schedule.read_text().splitlines()
+    at = next(
+      i for i, line in enumerate(lines) if line.startswith('["push", 5')
+    )
+    lines[at] = '["push", 5, 1]'
+    schedule.write_text("\n".join([*lines, ""]))
+    again = start(f"--replay={schedule}", f"--workdir={self.workdir}-other")
+    status, _, stderr = finish(again, STARTS_WITHIN_S)
+    self.assertEqual(status, 1)
+    self.assertIn(f"ReplayDiverged: event {at} of the schedule: ", stderr)
+    self.assertNotIn("Traceback", stderr)
 
   def test_stopped_during_the_warm_start(self):
     process = self._start("warm_start.steps=1000000")

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import json
 import pathlib
 import shutil
 from unittest import mock
@@ -501,6 +502,33 @@ class ChangedTest(parameterized.TestCase):
     self.assertIn(
       "since it was saved: replay.max_uses was 1, and is 2", ended.said
     )
+
+  def test_a_file_of_prompts_that_changed(self):
+    path = new_workdir().with_suffix(".jsonl")
+
+    def write(answers):
+      lines = [
+        {"question": f"{i}?", "answer": str(answer)}
+        for i, answer in enumerate(answers)
+      ]
+      path.write_text("\n".join(map(json.dumps, lines)))
+
+    write(range(60))
+    workdir = new_workdir()
+    run_config = make_config(
+      sync_grpo,
+      prompts__dataset=str(path),
+      prompts__params='{"verifier": "math", "box": "preferred"}',
+      prompts__heldout_fraction=0.3,
+      num_steps=3,
+    )
+    first = execute(run_config, workdir, prepare=kill_at(2))
+    self.assertIsInstance(first.error, loop.Interrupted)
+    write([*range(59), 7])
+    with self.assertRaisesRegex(config.ConfigError, "gives other prompts than"):
+      execute(run_config, workdir)
+    write(range(60))
+    self.assertIsNone(execute(run_config, workdir).error)
 
   def test_a_workdir_in_use(self):
     run_config, copy = copy_of_saved_run()

@@ -7,6 +7,7 @@ hash of their text, which depends on neither the seed nor the number of items.
 
 import dataclasses
 import hashlib
+import json
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -123,6 +124,16 @@ def load(config: PromptsConfig, *, seed: int) -> TaskPrompts:
       ]
     )
   return prompts
+
+
+def fingerprint(prompts: TaskPrompts) -> str:
+  """Of every prompt, its tokens and its reference, in their order."""
+  digest = hashlib.sha256()
+  for prompt in (*prompts.train, *prompts.heldout):
+    reference = json.dumps(prompt.reference, sort_keys=True)
+    digest.update(f"{prompt.id} {reference} ".encode())
+    digest.update(prompt.tokens.tobytes())
+  return digest.hexdigest()
 
 
 def batches(
