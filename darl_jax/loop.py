@@ -245,10 +245,10 @@ class Run:
       RingFailed: Another thread failed; the cause says how.
       Starved: Too few trajectories passed the selection in time.
     """
-    self.writer.write_json("config.json", config_lib.to_dict(self.config))
-    self.prompts.tokenizer.save(self.workdir / "tokenizer.json")
     error: BaseException | None = None
     try:
+      self.writer.write_json("config.json", config_lib.to_dict(self.config))
+      self.prompts.tokenizer.save(self.workdir / "tokenizer.json")
       with self.progress:
         self._introduce()
         if self._saved is None:
@@ -663,9 +663,8 @@ class Run:
       answered = self.evaluator.answer(newest)
     evaluation = self.evaluator.judge(self._verify_now(answered))
     self.summary.evaluated(step, evaluation.accuracy)
-    self.writer.write(step, evaluation.metrics())
     samples = list(self._samples(evaluation))
-    self.writer.write_samples(step, samples)
+    self._write(step, evaluation.metrics(), samples)
     self.progress.update(evaluation.metrics())
     shown = samples[step % len(samples)]
     self.progress.message(
@@ -673,6 +672,20 @@ class Run:
       f"{shown['prompt']!r} -> {shown['response']!r}, and "
       f"{shown['reference']!r} is right"
     )
+
+  def _write(
+    self,
+    step: int,
+    values: Mapping[str, float],
+    samples: Sequence[Mapping[str, Any]] = (),
+  ) -> None:
+    """To the files; what a full disk does not take costs no step."""
+    try:
+      self.writer.write(step, values)
+      if samples:
+        self.writer.write_samples(step, samples)
+    except OSError as error:
+      self.progress.alarm(f"what step {step} measured is lost: {error}")
 
   def _samples(self, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
     """The first held-out answers as people read them."""
@@ -708,7 +721,7 @@ class Run:
       **self.checkpoints.metrics(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
-    self.writer.write(step, values)
+    self._write(step, values)
     self.progress.ring(
       (slot.version, slot.age, slot.trajectories) for slot in occupancy.slots
     )
@@ -804,8 +817,12 @@ class Run:
       self._waits(),
     )
     summary["compiles"] = self.learner.compiles() | self.actor.compiles()
-    self.writer.write_json("summary.json", summary)
-    self.writer.close()
+    try:
+      self.writer.write_json("summary.json", summary)
+      self.writer.close()
+      metrics.save_learning_curve(self.workdir)
+    except OSError as failure:
+      self.progress.alarm(f"the summary could not be written: {failure}")
     self._lock.close()
     if self._schedule is not None:
       self._schedule.close()
@@ -813,7 +830,6 @@ class Run:
       self.progress.message(
         f"{self.ring.done} events were done again, bit for bit as recorded"
       )
-    metrics.save_learning_curve(self.workdir)
     self.progress.message(
       f"{summary['status']}: {summary['steps']} steps in "
       f"{summary['seconds']:.0f} s; see {self.workdir}/summary.json and "

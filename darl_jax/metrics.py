@@ -16,6 +16,7 @@ that the display and the learning curve know (all others are only written):
 
 import collections
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -155,6 +156,10 @@ class MetricsWriter:
       step: Learner steps taken.
       metrics: Numbers, or scalar arrays. May be called several times a step,
         with different names.
+
+    Raises:
+      OSError: The disk does not take them. The files are as they were, or
+        have the whole line.
     """
     values = {}
     for name, value in metrics.items():
@@ -165,7 +170,7 @@ class MetricsWriter:
       values[name] = float(value)
     now = time.time()
     row = {"step": int(step), "time": round(now, 3), **values}
-    self._lines.write(json.dumps(_json(row), allow_nan=False).encode() + b"\n")
+    self._append(json.dumps(_json(row), allow_nan=False).encode() + b"\n")
     self._events.write_event(
       event_pb2.Event(
         step=int(step),
@@ -178,9 +183,22 @@ class MetricsWriter:
         ),
       )
     )
-    if now >= self._next_flush:
+    # Not by the wall clock, which may be set back.
+    if time.monotonic() >= self._next_flush:
       self._events.flush()
-      self._next_flush = now + _FLUSH_S
+      self._next_flush = time.monotonic() + _FLUSH_S
+
+  def _append(self, line: bytes) -> None:
+    """A whole line or, on a disk that is full, none of it."""
+    end = self._lines.tell()
+    try:
+      written = self._lines.write(line)
+      if written != len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), METRICS_FILE)
+    except OSError:
+      self._lines.truncate(end)
+      self._lines.seek(end)
+      raise
 
   def write_samples(
     self, step: int, samples: Iterable[Mapping[str, Any]]

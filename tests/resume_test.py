@@ -435,6 +435,34 @@ class DiskTest(parameterized.TestCase):
       ["step_00000000", "step_00000006"],
     )
 
+  def test_metrics_that_the_disk_does_not_take(self):
+    def prepare(run):
+      lines = run.writer._lines
+      write, calls = lines.write, []
+
+      def write_or_not(line):
+        calls.append(line)
+        if len(calls) in (2, 4):
+          return write(line[:9])  # As a full disk does.
+        return write(line)
+
+      run.writer._lines = mock.Mock(wraps=lines, closed=False)
+      run.writer._lines.write = write_or_not
+
+    workdir = new_workdir()
+    ended = execute(
+      make_config(sync_grpo, num_steps=6, warm_start__steps=2),
+      workdir,
+      prepare=prepare,
+    )
+    self.assertIsNone(ended.error)
+    lost = [text for text in ended.said if "measured is lost" in text]
+    self.assertLen(lost, 2)
+    self.assertIn("what step 1 measured is lost: ", lost[0])
+    self.assertIn("No space left on device", lost[0])
+    steps = [row["step"] for row in metrics.read_metrics(workdir)]
+    self.assertEqual(steps, [0, 2, 3, 4, 5, 6])
+
   def test_a_full_disk_at_the_end(self):
     with self._full(range(1, 99)):
       ended = execute(
