@@ -46,11 +46,12 @@ from darl_jax.replay.recording import (
   ScheduleWriter,
 )
 from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
+from darl_jax.rescoring.rescorer import Rescorer
+from darl_jax.rescoring.sampler_parity import SamplerParity
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
-from darl_jax.sampler_parity import SamplerParity
 from darl_jax.sharding import meshes
 from darl_jax.summary import RewardMeter, Summary
 from darl_jax.types import (
@@ -172,7 +173,9 @@ class Run:
     )
     self._schedule: ScheduleWriter | None = None
     self.ring = self._make_ring(record)
-    self.parity = SamplerParity(self.learner, config.learner, self.ring)
+    self.parity = SamplerParity(
+      Rescorer(self.learner, config.learner, self.ring)
+    )
     self._placement = Placement(
       self.policy,
       mesh=self.meshes.rollout,

@@ -28,7 +28,7 @@ LAYERS = (
     "generate",
     "watch",
     "workdir",
-    "sampler_parity",
+    "rescoring",
   ),
   ("loop",),
 )

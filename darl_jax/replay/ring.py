@@ -226,6 +226,10 @@ class Ring:
         raise KeyError(f"snapshot {version} is not held; held are: {held}.")
       return self._snapshots[version]
 
+  def holds(self, version: int) -> bool:
+    """Whether ``snapshot`` has that version."""
+    return version in self._snapshots
+
   @property
   def version(self) -> int:
     """The newest version pushed.
