@@ -228,10 +228,10 @@ def m2po_mask(
   # from the small end, so that dropping one large value costs no digits.
   left = np.cumsum(np.square(ell[order])[::-1])[::-1]
   mean = left / np.arange(len(order), 0, -1)
-  # It falls with each drop: the number above the bound is how many are dropped.
-  dropped = order[: np.count_nonzero(mean > max_second_moment)]
+  enough = np.flatnonzero(mean <= max_second_moment)
+  num_dropped = enough[0] if len(enough) else len(order)
   keep = np.ones(len(ell), bool)
-  keep[dropped] = False
+  keep[order[:num_dropped]] = False
   return keep
 
 
