@@ -1265,9 +1265,9 @@ def _check_trust_region(c: Any) -> list[str]:
   if c.objective.loss == "clipped" or c.objective.trust_region == "behavior":
     return []
   return [
-    f"objective.trust_region = {_shown(c.objective.trust_region)} means nothing "
-    f"with objective.loss = {_shown(c.objective.loss)}, whose ratios are to the "
-    "behavior policy. Try objective.trust_region='behavior', or "
+    f"objective.trust_region = {_shown(c.objective.trust_region)} means "
+    f"nothing with objective.loss = {_shown(c.objective.loss)}, whose ratios "
+    "are to the behavior policy. Try objective.trust_region='behavior', or "
     "objective.loss='clipped'."
   ]
 
