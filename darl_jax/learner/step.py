@@ -333,7 +333,8 @@ class Learner:
         threshold=objective.estr_threshold,
         epsilon=objective.estr_epsilon,
       )
-      weights = jnp.where(keep, batch.token_weights, 0.0)
+      # A product, so that a weight that is not finite still shows.
+      weights = batch.token_weights * keep
       batch = dataclasses.replace(batch, token_weights=weights)
       rejected = numerics.count(batch.loss_mask & ~keep)
       return *self._clipped_loss(logprobs, batch), {"rejected": rejected}
