@@ -84,6 +84,7 @@ def get_config() -> config_dict.ConfigDict:
   )
   config.objective = config_dict.ConfigDict(
     dict(
+      loss="clipped",
       advantage="group",
       reward_tolerance=1e-6,
       behavior_weighting="ess_token",
@@ -93,10 +94,17 @@ def get_config() -> config_dict.ConfigDict:
       clip_low=0.2,
       clip_high=0.28,
       clip_age_decay=1.0,
+      gspo_clip_low=3e-4,
+      gspo_clip_high=4e-4,
+      m2po_max_second_moment=0.04,
+      estr_threshold=0.1,
+      estr_epsilon=0.01,
       dual_clip=3.0,
       denominator="all",
       max_behavior_weight=2.0,
       behavior_weight_mode="truncate",
+      kl_coefficient=0.0,
+      kl_estimator="k3",
       max_versions=8,
     )
   )

@@ -298,9 +298,12 @@ class ReplayConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-  """The multi-behavior objective (method 2.3) and its advantages (3).
+  """The multi-behavior objective (method 2.3), its family and advantages (3).
 
   Attributes:
+    loss: The policy loss: the clipped one of tokens; the same where ``m2po`` or
+      ``estr`` masks tokens first; or one of its own, ``gspo``, ``cispo``,
+      ``topr``.
     advantage: How rewards of a group become advantages.
     reward_tolerance: A group whose rewards span no more has advantage 0.
     behavior_weighting: How the weight of each behavior policy is set.
@@ -310,6 +313,13 @@ class ObjectiveConfig:
       the start of the step with the behavior ratio as a detached weight.
     clip_low: The ratio is clipped below at 1 - clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
+    gspo_clip_low: As clip_low, of the ratio of a trajectory under ``gspo``.
+    gspo_clip_high: As clip_high, likewise.
+    m2po_max_second_moment: Under ``m2po`` the mean of the squared log-ratio,
+      nats^2, over the tokens that the update would push further away.
+    estr_threshold: Under ``estr`` the greatest squared log-ratio of a token, in
+      units of the sampler's entropy there plus estr_epsilon; nats.
+    estr_epsilon: Nats.
     clip_age_decay: Both clip distances shrink by this factor per version of
       age.
     dual_clip: For negative advantages the term is at least this times A.
@@ -317,9 +327,13 @@ class ObjectiveConfig:
       groups' included, or live ones only.
     max_behavior_weight: Cap of prox/mu in the decoupled trust region.
     behavior_weight_mode: What happens above that cap.
+    kl_coefficient: Weight in the loss of an estimate of KL(mu || pi), nats, mu
+      being the policy that sampled the token; 0 for none.
+    kl_estimator: Which estimate: k1, k2 or k3.
     max_versions: E, entries of a batch's version table.
   """
 
+  loss: Literal["clipped", "gspo", "cispo", "topr", "m2po", "estr"]
   advantage: Literal["group", "group_centered", "rloo"]
   reward_tolerance: float
   behavior_weighting: Literal[
@@ -331,10 +345,17 @@ class ObjectiveConfig:
   clip_low: float
   clip_high: float
   clip_age_decay: float
+  gspo_clip_low: float
+  gspo_clip_high: float
+  m2po_max_second_moment: float
+  estr_threshold: float
+  estr_epsilon: float
   dual_clip: float
   denominator: Literal["all", "live"]
   max_behavior_weight: float
   behavior_weight_mode: Literal["truncate", "mask"]
+  kl_coefficient: float
+  kl_estimator: Literal["k1", "k2", "k3"]
   max_versions: int
 
 
@@ -842,8 +863,14 @@ _RANGES = {
   "objective.clip_low": _FRACTION,
   "objective.clip_high": _Range(0, open_low=True, infinite=True),
   "objective.clip_age_decay": _FRACTION,
+  "objective.gspo_clip_low": _FRACTION,
+  "objective.gspo_clip_high": _Range(0, open_low=True, infinite=True),
+  "objective.m2po_max_second_moment": _Range(0, infinite=True),
+  "objective.estr_threshold": _Range(0, open_low=True, infinite=True),
+  "objective.estr_epsilon": _POSITIVE,
   "objective.dual_clip": _Range(1, open_low=True, infinite=True),
   "objective.max_behavior_weight": _Range(1, infinite=True),
+  "objective.kl_coefficient": _AT_LEAST_0,
   "objective.max_versions": _COUNT,
   "learner.learning_rate": _Range(0, 1),
   "learner.warmup_steps": _Range(0, 2**31 - 1),
@@ -1237,6 +1264,40 @@ def _check_synchronous(c: Any) -> list[str]:
   ]
 
 
+def _check_trust_region(c: Any) -> list[str]:
+  if c.objective.loss == "clipped" or c.objective.trust_region == "behavior":
+    return []
+  return [
+    f"objective.trust_region = {_shown(c.objective.trust_region)} means "
+    f"nothing with objective.loss = {_shown(c.objective.loss)}, whose ratios "
+    "are to the behavior policy. Try objective.trust_region='behavior', or "
+    "objective.loss='clipped'."
+  ]
+
+
+def _check_trajectory_weights(c: Any) -> list[str]:
+  if c.objective.loss != "gspo" or c.objective.behavior_weighting == "pooled":
+    return []
+  return [
+    "objective.behavior_weighting = "
+    f"{_shown(c.objective.behavior_weighting)} weighs the tokens of each "
+    "version, and objective.loss = 'gspo' all trajectories alike. Try "
+    "objective.behavior_weighting='pooled'."
+  ]
+
+
+def _check_clip_age_decay(c: Any) -> list[str]:
+  if (
+    c.objective.loss not in ("gspo", "topr") or c.objective.clip_age_decay == 1
+  ):
+    return []
+  return [
+    f"objective.clip_age_decay = {c.objective.clip_age_decay:g} narrows the "
+    f"clip of tokens, and objective.loss = {_shown(c.objective.loss)} has none."
+    " Try objective.clip_age_decay=1."
+  ]
+
+
 def _check_schedule(c: Any) -> list[str]:
   learner = c.learner
   problems = []
@@ -1301,6 +1362,9 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_tensor_split,
   _check_fsdp_split,
   _check_synchronous,
+  _check_trust_region,
+  _check_trajectory_weights,
+  _check_clip_age_decay,
   _check_schedule,
   _check_warmup,
   _check_stop_on,

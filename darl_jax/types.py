@@ -292,6 +292,8 @@ class Batch:
     clip_low: float32 [E], lower clip distance of each version.
     clip_high: float32 [E], upper clip distance of each version.
     versions: int32 [E], the version table; -1 marks an unused entry.
+    behavior_entropy: float32 [..., B, T], nats, of the policy that sampled the
+      token; None where the loss does not read it.
     support_mask: uint8 [..., B, T, ceil(V / 8)], little-endian bits of the
       tokens among which ``tokens[b, t]`` was drawn, none where it was not; None
       where nothing truncates.
@@ -309,6 +311,7 @@ class Batch:
   clip_low: jax.Array
   clip_high: jax.Array
   versions: jax.Array
+  behavior_entropy: jax.Array | None = None
   support_mask: jax.Array | None = None
 
   @classmethod
@@ -317,6 +320,7 @@ class Batch:
     shape: tuple[int, int, int, int],
     *,
     max_versions: int,
+    behavior_entropy: bool,
     support_width: int | None,
   ) -> "Batch":
     """The shapes and dtypes of a batch [minibatches, microbatches, B, T].
@@ -324,15 +328,19 @@ class Batch:
     Args:
       shape: Of an array of tokens.
       max_versions: E.
+      behavior_entropy: Whether the loss reads it.
       support_width: ceil(V / 8) where sampling truncates; else None.
     """
     table = ("clip_low", "clip_high", "versions")
+    absent = {"support_mask"}
+    if not behavior_entropy:
+      absent.add("behavior_entropy")
     arrays = {
       field.name: _abstract(
         field.name, (max_versions,) if field.name in table else shape
       )
       for field in dataclasses.fields(cls)
-      if field.name != "support_mask"
+      if field.name not in absent
     }
     return cls(**arrays, support_mask=_abstract_support(shape, support_width))
 

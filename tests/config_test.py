@@ -461,6 +461,21 @@ COMBINATIONS = (
   ),
   (dict(replay__max_staleness=0, replay__max_uses=2), "replay.max_uses", 1),
   (
+    dict(objective__loss="cispo", objective__trust_region="decoupled"),
+    "objective.trust_region",
+    "behavior",
+  ),
+  (
+    dict(objective__loss="gspo", objective__behavior_weighting="moment"),
+    "objective.behavior_weighting",
+    "pooled",
+  ),
+  (
+    dict(objective__loss="topr", objective__clip_age_decay=0.9),
+    "objective.clip_age_decay",
+    1,
+  ),
+  (
     dict(learner__final_learning_rate=0.0),
     "learner.final_learning_rate",
     3e-4,

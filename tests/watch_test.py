@@ -374,7 +374,10 @@ class StateTest(parameterized.TestCase):
 def make_batch(support=False) -> types.Batch:
   rng = np.random.default_rng(1)
   shape = types.Batch.abstract(
-    (1, 2, 3, 4), max_versions=2, support_width=2 if support else None
+    (1, 2, 3, 4),
+    max_versions=2,
+    behavior_entropy=support,
+    support_width=2 if support else None,
   )
   return types.Batch(
     **{

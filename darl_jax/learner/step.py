@@ -18,6 +18,7 @@ from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.learner import state as learner_state
 from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
+from darl_jax.objectives import policy_losses
 from darl_jax.sharding import rules, transfer
 from darl_jax.types import (
   Batch,
@@ -187,6 +188,7 @@ class Learner:
         config.row_tokens,
       ),
       max_versions=self._objective.max_versions,
+      behavior_entropy=self._objective.loss == "estr",
       support_width=width,
     )
     scored = ScoreBatch.abstract(
@@ -296,7 +298,75 @@ class Learner:
     """M times the weighted sum of method 2.3 over one microbatch."""
     objective = self._objective
     logprobs, entropy = self._logprobs(params, frozen, batch)
-    loss, sums = loss_ops.multi_behavior_loss(
+    loss, sums, own = self._policy_loss(logprobs, batch)
+    if objective.kl_coefficient:
+      loss += objective.kl_coefficient * policy_losses.kl_penalty(
+        logprobs,
+        batch.behavior_logprobs,
+        batch.token_weights,
+        batch.loss_mask,
+        estimator=objective.kl_estimator,
+      )
+    entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
+    return self._config.minibatches * loss, (sums, entropy_sum, own)
+
+  def _policy_loss(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, loss_ops.BehaviorSums, policy_losses.Sums]:
+    """The loss that the config names, and the metrics of its own."""
+    objective = self._objective
+    of_tokens = (
+      batch.behavior_logprobs,
+      batch.advantages,
+      batch.token_weights,
+      batch.loss_mask,
+    )
+    num_segments = types.row_segments(self._config.row_tokens)
+    if objective.loss in ("clipped", "m2po"):  # M2PO's mask is in the weights.
+      return *self._clipped_loss(logprobs, batch), {}
+    if objective.loss == "estr":
+      keep = policy_losses.estr_mask(
+        logprobs,
+        batch.behavior_logprobs,
+        batch.behavior_entropy,
+        batch.loss_mask,
+        threshold=objective.estr_threshold,
+        epsilon=objective.estr_epsilon,
+      )
+      # A product, so that a weight that is not finite still shows.
+      weights = batch.token_weights * keep
+      batch = dataclasses.replace(batch, token_weights=weights)
+      rejected = numerics.count(batch.loss_mask & ~keep)
+      return *self._clipped_loss(logprobs, batch), {"rejected": rejected}
+    if objective.loss == "gspo":
+      loss, own = policy_losses.gspo(
+        logprobs,
+        *of_tokens,
+        batch.segment_ids,
+        clip_low=objective.gspo_clip_low,
+        clip_high=objective.gspo_clip_high,
+        dual_clip=objective.dual_clip,
+        num_segments=num_segments,
+      )
+    elif objective.loss == "cispo":
+      loss, own = policy_losses.cispo(
+        logprobs,
+        *of_tokens,
+        batch.behavior_index,
+        batch.clip_low,
+        batch.clip_high,
+      )
+    else:
+      loss, own = policy_losses.topr(
+        logprobs, *of_tokens, batch.segment_ids, num_segments=num_segments
+      )
+    return loss, self._ratio_sums(logprobs, batch), own
+
+  def _clipped_loss(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, loss_ops.BehaviorSums]:
+    objective = self._objective
+    return loss_ops.multi_behavior_loss(
       logprobs,
       batch.behavior_logprobs,
       batch.proximal_logprobs,
@@ -312,8 +382,28 @@ class Learner:
       behavior_weight_mode=objective.behavior_weight_mode,
       partition=self._partition,
     )
-    entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
-    return self._config.minibatches * loss, (sums, entropy_sum)
+
+  def _ratio_sums(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> loss_ops.BehaviorSums:
+    """What the kernel says of the ratios, with no clip that it could count."""
+    _, sums = loss_ops.multi_behavior_loss(
+      jax.lax.stop_gradient(logprobs),
+      batch.behavior_logprobs,
+      batch.proximal_logprobs,
+      batch.advantages,
+      batch.token_weights,
+      batch.loss_mask,
+      batch.behavior_index,
+      jnp.ones_like(batch.clip_low),
+      jnp.full_like(batch.clip_high, jnp.inf),
+      trust_region="behavior",
+      dual_clip=float("inf"),
+      max_behavior_weight=float("inf"),
+      behavior_weight_mode="truncate",
+      partition=self._partition,
+    )
+    return sums
 
   def _minibatch(
     self, frozen: Params, carry: tuple[Params, optax.OptState], batch: Batch
@@ -335,7 +425,7 @@ class Learner:
     )
     grads, (losses, sums) = jax.lax.scan(accumulate, zeros, batch)
     loss = jnp.sum(losses)
-    sums, entropy = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    sums, entropy, own = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
     norm = optax.tree.norm(grads)
     tokens = jnp.sum(sums.tokens)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -347,10 +437,10 @@ class Learner:
 
     carry = jax.lax.cond(usable, update, lambda _: (params, opt_state), None)
     # What was not trained on is not counted, nor may its NaN reach a metric.
-    sums, entropy = jax.tree.map(
-      lambda x: jnp.where(usable, x, 0.0), (sums, entropy)
+    sums, entropy, own = jax.tree.map(
+      lambda x: jnp.where(usable, x, 0.0), (sums, entropy, own)
     )
-    return carry, (loss, norm, usable, finite, entropy, sums)
+    return carry, (loss, norm, usable, finite, entropy, sums, own)
 
   def _train_step(self, state: TrainState, frozen: Params, batch: Batch):
     microbatches = batch.tokens.shape[:2]
@@ -385,8 +475,11 @@ def _abstract(shapes: Any, shardings: Any) -> Any:
   )
 
 
-def _metrics(losses, norms, usable, finite, entropy, sums):
-  """(sum, count) pairs from arrays [M] and per-version sums [M, E]."""
+def _metrics(losses, norms, usable, finite, entropy, sums, own):
+  """(sum, count) pairs from arrays [M] and per-version sums [M, E].
+
+  A loss's own metrics, of the same name, come in place of the kernel's.
+  """
   minibatches = jnp.float32(losses.shape[0])
   by_version = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
   total = jax.tree.map(jnp.sum, by_version)
@@ -411,4 +504,4 @@ def _metrics(losses, norms, usable, finite, entropy, sums):
     "train/clipped_dual": (total.clipped_dual, tokens),
     "train/weight_capped": (total.weight_capped, tokens),
     "train/ess_fraction": (jnp.sum(ess), tokens),
-  }
+  } | {f"train/{name}": (jnp.sum(own[name]), tokens) for name in own}

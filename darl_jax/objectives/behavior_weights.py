@@ -185,3 +185,32 @@ def token_weights(
   tokens = np.sum(stats.tokens)
   share = tokens / (tokens + dead_tokens) if tokens > 0 else 0.0
   return alpha / np.where(stats.tokens > 0, stats.tokens, 1.0) * share
+
+
+def trajectory_token_weights(
+  owner: np.ndarray, *, dead_tokens: int
+) -> np.ndarray:
+  """c_it, for a mean over trajectories of means over their tokens.
+
+    c_it = 1 / (S T_i) * N / (N + dead_tokens)
+
+  with S the trajectories that have a token, so dead groups dilute the step as
+  they do in ``token_weights``.
+
+  Args:
+    owner: int [N], which trajectory each masked-in token belongs to.
+    dead_tokens: As in ``token_weights``.
+
+  Returns:
+    float64 [N].
+
+  Raises:
+    ValueError: ``dead_tokens`` is out of its range.
+  """
+  if dead_tokens < 0:
+    raise ValueError(f"dead_tokens = {dead_tokens} must be at least 0.")
+  if not len(owner):
+    return np.zeros(0)
+  _, index, lengths = np.unique(owner, return_inverse=True, return_counts=True)
+  share = len(owner) / (len(owner) + dead_tokens)
+  return share / (len(lengths) * lengths[index])

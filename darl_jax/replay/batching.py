@@ -15,7 +15,7 @@ import numpy as np
 
 from darl_jax import config as config_lib
 from darl_jax import types
-from darl_jax.objectives import behavior_weights
+from darl_jax.objectives import behavior_weights, policy_losses
 from darl_jax.replay import ring, selection
 
 # The fields of the moments of the log-ratio, as the kernel names them.
@@ -425,7 +425,8 @@ def build_batch(
       stay as they are.
     metrics: ``placed`` and ``not_placed`` trajectories; ``tokens``, masked-in
       ones; ``fill``, the share of the batch's positions in use; ``versions``,
-      ``merged_versions`` and ``merged_tokens``; ``dead_tokens``.
+      ``merged_versions`` and ``merged_tokens``; ``dead_tokens``; under the loss
+      ``m2po`` ``masked_tokens``.
 
   Raises:
     ValueError: There is no entry, scores are not one per token, or one of a
@@ -465,13 +466,17 @@ def build_batch(
   versions, behavior_index, num_merged = _version_table(
     flat.policy_version, trained, max_versions=objective.max_versions
   )
-  weights = _token_weights(
+  minibatch = packing.row // (learner.rows // learner.minibatches)
+  token_weights = np.zeros(len(trained))
+  token_weights[trained], num_masked = _token_weights(
     (proximal - flat.behavior_logprobs)[trained],
     behavior_index[trained],
+    flat.owner[trained],
+    flat.advantages[flat.owner[trained]],
+    minibatch[flat.owner[trained]],
     objective=objective,
     dead_tokens=dead_tokens,
   )
-  token_weights = np.where(trained, weights[behavior_index], 0.0)
   clip = _clip_scale(versions, version, decay=objective.clip_age_decay)
 
   layout = _Layout.of(flat, packing, shape)
@@ -489,6 +494,11 @@ def build_batch(
     clip_low=(objective.clip_low * clip).astype(np.float32),
     clip_high=(objective.clip_high * clip).astype(np.float32),
     versions=versions,
+    behavior_entropy=(
+      layout.scatter(flat.behavior_entropy)
+      if objective.loss == "estr"
+      else None
+    ),
     support_mask=None if support is None else support.dense(shape),
   )
   placed = tuple(entries[i] for i in np.flatnonzero(is_placed))
@@ -505,6 +515,8 @@ def build_batch(
     ),
     "dead_tokens": float(dead_tokens),
   }
+  if objective.loss == "m2po":
+    metrics["masked_tokens"] = float(num_masked)
   return batch, placed, metrics
 
 
@@ -580,21 +592,56 @@ def _version_table(
 def _token_weights(
   ell: np.ndarray,
   behavior_index: np.ndarray,
+  owner: np.ndarray,
+  advantages: np.ndarray,
+  minibatch: np.ndarray,
   *,
   objective: config_lib.ObjectiveConfig,
   dead_tokens: int,
-) -> np.ndarray:
-  """float64 [E], the weight c_v of a token sampled by each version."""
+) -> tuple[np.ndarray, int]:
+  """What each trained token weighs in the loss, and how many nothing.
+
+  M2PO masks by weight, once for the step like all weights: what it drops of an
+  optimizer batch keeps its share of the denominator.
+
+  Args:
+    ell: [n], log pi - log mu of each trained token, nats.
+    behavior_index: int [n], its entry of the version table.
+    owner: int [n], its trajectory.
+    advantages: [n].
+    minibatch: int [n].
+    objective: How they are weighed.
+    dead_tokens: Of the pool.
+
+  Returns:
+    float64 [n], and a count.
+  """
+  dead_tokens = dead_tokens if objective.denominator == "all" else 0
+  if objective.loss == "gspo":
+    weights = behavior_weights.trajectory_token_weights(
+      owner, dead_tokens=dead_tokens
+    )
+    return weights, 0
   stats = behavior_weights.BehaviorStatistics.from_tokens(
     ell, behavior_index, objective.max_versions
   )
-  return behavior_weights.token_weights(
+  weights = behavior_weights.token_weights(
     stats,
     weighting=objective.behavior_weighting,
     weight_cap=objective.weight_cap,
     kappa=objective.kappa,
-    dead_tokens=dead_tokens if objective.denominator == "all" else 0,
-  )
+    dead_tokens=dead_tokens,
+  )[behavior_index]
+  keep = np.ones(len(ell), bool)
+  if objective.loss == "m2po":
+    for number in np.unique(minibatch):
+      here = minibatch == number
+      keep[here] = policy_losses.m2po_mask(
+        ell[here],
+        advantages[here],
+        max_second_moment=objective.m2po_max_second_moment,
+      )
+  return np.where(keep, weights, 0.0), np.count_nonzero(~keep)
 
 
 def _clip_scale(

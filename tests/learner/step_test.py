@@ -17,6 +17,7 @@ from darl_jax.kernels.token_logprob import block_sizes
 from darl_jax.learner.step import Learner
 from darl_jax.models import lora, presets
 from darl_jax.models.transformer import Policy
+from darl_jax.objectives import policy_losses
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes, transfer
@@ -64,6 +65,7 @@ def _learner(
   compute_dtype="float32",
   lora_rank=0,
   trust_region="behavior",
+  **objective,
 ) -> Learner:
   """Shared by the tests: each of its programs compiles once."""
   config = dataclasses.replace(
@@ -81,7 +83,9 @@ def _learner(
   return Learner(
     _policy(compute_dtype, lora_rank),
     config,
-    dataclasses.replace(_DEFAULT.objective, trust_region=trust_region),
+    dataclasses.replace(
+      _DEFAULT.objective, trust_region=trust_region, **objective
+    ),
     mesh=_mesh(train),
     temperature=temperature,
     truncated=truncated,
@@ -485,6 +489,149 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(int(got.step), 1)
     self.assertEqual(float(metrics["train/grad_norm"][1]), 2.0)
     self.assertEqual(int(got.opt_state[1][0].count), 2)
+
+
+class LossFamilyTest(parameterized.TestCase):
+  """The losses beside the clipped one, through the model."""
+
+  def _batch(self, loss, *shape, **changes):
+    """Drifted, so that every loss has something to bound."""
+    rng = np.random.default_rng(4)
+    size = (_ROWS, _TOKENS)
+    start, _ = _learner().score(_params(_learner()), _score_batch())
+    behavior = np.asarray(start) + rng.normal(scale=0.3, size=size)
+    fields = dict(behavior_logprobs=behavior.astype(np.float32))
+    # A trajectory has one advantage, and one weight.
+    segments = _batch().segment_ids[0, 0]
+    advantages = rng.normal(size=(_ROWS, 3))
+    fields["advantages"] = np.take_along_axis(advantages, segments, 1).astype(
+      np.float32
+    )
+    if loss == "estr":
+      entropy = rng.uniform(0, 2, size).astype(np.float32)
+      fields["behavior_entropy"] = entropy
+    return _batch(*shape, **fields | changes)
+
+  def _step(self, loss, *shape, changes=None, train=(1, 1, 1), **objective):
+    minibatches, microbatches = shape or (1, 1)
+    learner = _learner(
+      loss=loss,
+      minibatches=minibatches,
+      microbatches=microbatches,
+      train=train,
+      **objective,
+    )
+    batch = self._batch(loss, *shape, **changes or {})
+    state, metrics = learner.step(_state(learner), batch)
+    return state, _values(metrics)
+
+  @parameterized.parameters(
+    ("gspo", {"clipped_low", "clipped_high"}),
+    ("cispo", {"clipped_low", "clipped_high"}),
+    ("topr", {"clipped_high", "trajectory_weight"}),
+    ("estr", {"rejected", "clipped_low"}),
+    ("m2po", {"clipped_low"}),
+  )
+  def test_trains_in_a_way_of_its_own(self, loss, bounded):
+    clipped, _ = self._step("clipped")
+    state, values = self._step(loss)
+    self.assertEqual(values["train/skipped"], 0)
+    self.assertGreater(_largest_gap(state.params, _host_params()), 1e-3)
+    for name in bounded:
+      self.assertGreater(values[f"train/{name}"], 0, name)
+    gap = _largest_gap(state.params, clipped.params)
+    if loss == "m2po":  # Its mask is made with the batch.
+      self.assertEqual(gap, 0)
+    else:
+      self.assertGreater(gap, 1e-4)
+    for name in ("ratio", "kl", "ess_fraction"):
+      want = self._step("clipped")[1][f"train/{name}"]
+      np.testing.assert_allclose(values[f"train/{name}"], want, rtol=1e-5)
+
+  def test_topr_has_no_clip_of_tokens_to_count(self):
+    _, values = self._step("topr")
+    self.assertEqual(values["train/clipped_low"], 0)
+    self.assertEqual(values["train/clipped_dual"], 0)
+
+  @parameterized.parameters("gspo", "cispo", "topr", "estr")
+  def test_loss_is_the_objectives(self, loss):
+    objective = _DEFAULT.objective
+    batch = jax.tree.map(
+      lambda x: jnp.asarray(x[0, 0] if x.ndim == 4 else x), self._batch(loss)
+    )
+    logprobs, _ = _learner().score(_params(_learner()), _score_batch())
+    fields = (
+      batch.behavior_logprobs,
+      batch.advantages,
+      batch.token_weights,
+      batch.loss_mask,
+    )
+    if loss == "gspo":
+      want, _ = policy_losses.gspo(
+        logprobs,
+        *fields,
+        batch.segment_ids,
+        clip_low=objective.gspo_clip_low,
+        clip_high=objective.gspo_clip_high,
+        dual_clip=objective.dual_clip,
+        num_segments=2,
+      )
+    elif loss == "cispo":
+      clip = batch.clip_low, batch.clip_high
+      want, _ = policy_losses.cispo(
+        logprobs, *fields, batch.behavior_index, *clip
+      )
+    elif loss == "topr":
+      want, _ = policy_losses.topr(
+        logprobs, *fields, batch.segment_ids, num_segments=2
+      )
+    else:
+      ell = logprobs - batch.behavior_logprobs
+      keep = ell**2 / (batch.behavior_entropy + 0.01) <= 0.1
+      r, a = jnp.exp(ell), batch.advantages
+      term = jnp.minimum(r * a, jnp.clip(r, 0.8, 1.28) * a)
+      term = jnp.where(a < 0, jnp.maximum(term, 3 * a), term)
+      weights = batch.token_weights * (batch.loss_mask & keep)
+      want = -jnp.sum(weights * term)
+    _, values = self._step(loss)
+    np.testing.assert_allclose(values["train/loss"], want, rtol=1e-5)
+
+  @parameterized.parameters("gspo", "cispo", "topr", "estr")
+  def test_microbatches_on_eight_devices_add_up(self, loss):
+    want, want_values = self._step(loss)
+    got, values = self._step(loss, 1, 2, train=(2, 2, 2))
+    _assert_close(values, want_values, atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+
+  @parameterized.product(
+    loss=["gspo", "cispo", "topr", "estr"],
+    name=["advantages", "token_weights", "behavior_logprobs"],
+  )
+  def test_what_is_not_finite_is_not_applied(self, loss, name):
+    values = getattr(self._batch(loss), name)[0, 0].copy()
+    slot = np.flatnonzero(_batch().loss_mask[0, 0].reshape(-1))[-1]
+    values.reshape(-1)[slot] = np.nan
+    state, values = self._step(loss, changes={name: values})
+    self.assertEqual(values["train/non_finite"], 1)
+    self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+    self.assertEqual(_largest_gap(state.params, _host_params()), 0)
+
+  def test_kl_penalty(self):
+    _, plain = self._step("clipped")
+    state, values = self._step("clipped", kl_coefficient=0.5)
+    # The weights are 1 / N: the penalty is the mean k3 that is reported.
+    want = plain["train/loss"] + 0.5 * plain["train/kl"]
+    np.testing.assert_allclose(values["train/loss"], want, rtol=1e-5)
+    other, _ = self._step("clipped", kl_coefficient=0.5, kl_estimator="k1")
+    self.assertGreater(_largest_gap(state.params, other.params), 1e-4)
+
+  def test_programs_take_what_the_loss_reads(self):
+    for loss in ("estr", "clipped"):
+      batch = self._batch(loss)
+      learner = _learner(loss=loss)
+      lowered = learner.programs()["train_step"]()
+      shapes = jax.tree.leaves(lowered.in_avals[0][2])
+      self.assertLen(shapes, len(jax.tree.leaves(batch)), loss)
 
 
 class SkippedTest(parameterized.TestCase):

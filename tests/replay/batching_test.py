@@ -72,6 +72,7 @@ def make_scores(entries, seed=1):
 
 def make_objective(**changes) -> config_lib.ObjectiveConfig:
   fields = dict(
+    loss="clipped",
     advantage="group",
     reward_tolerance=1e-6,
     behavior_weighting="ess_token",
@@ -81,10 +82,17 @@ def make_objective(**changes) -> config_lib.ObjectiveConfig:
     clip_low=0.2,
     clip_high=0.28,
     clip_age_decay=1.0,
+    gspo_clip_low=3e-4,
+    gspo_clip_high=4e-4,
+    m2po_max_second_moment=0.04,
+    estr_threshold=0.1,
+    estr_epsilon=0.01,
     dual_clip=3.0,
     denominator="live",
     max_behavior_weight=2.0,
     behavior_weight_mode="truncate",
+    kl_coefficient=0.0,
+    kl_estimator="k3",
     max_versions=8,
   )
   return config_lib.ObjectiveConfig(**{**fields, **changes})
@@ -387,6 +395,63 @@ class ScoringPlanTest(parameterized.TestCase):
       ValueError, r"\(1, 0\) has 3. tokens.*learner.row_tokens = 24"
     ):
       self.plan(entries)
+
+
+class LossTest(parameterized.TestCase):
+  """What a batch holds for the losses of the family."""
+
+  @parameterized.parameters(("live", 1.0), ("all", None))
+  def test_gspo_weighs_trajectories_alike(self, denominator, total):
+    batch, _, metrics = build(
+      make_entries(40),
+      loss="gspo",
+      behavior_weighting="pooled",
+      denominator=denominator,
+      dead_tokens=37,
+    )
+    if total is None:
+      total = metrics["tokens"] / (metrics["tokens"] + 37)
+    found = segments(batch)
+    self.assertLen(found, 40)
+    for _, segment in found:
+      weights, mask = segment["token_weights"], segment["loss_mask"]
+      self.assertFalse(np.any(weights[~mask]))
+      want = total / 40 / np.count_nonzero(mask)
+      np.testing.assert_allclose(weights[mask], want, rtol=1e-6)
+
+  def test_m2po_masks_each_minibatch_by_weight(self):
+    entries = make_entries(40)
+    whole, _, without = build(entries)
+    batch, _, metrics = build(entries, loss="m2po", m2po_max_second_moment=0.06)
+    masked = whole.token_weights != batch.token_weights
+    np.testing.assert_array_equal(batch.loss_mask, whole.loss_mask)
+    self.assertFalse(np.any(batch.token_weights[masked]))
+    self.assertEqual(metrics["masked_tokens"], np.count_nonzero(masked))
+    self.assertNotIn("masked_tokens", without)
+    ell = batch.proximal_logprobs - batch.behavior_logprobs
+    away = batch.loss_mask & (ell * batch.advantages > 0)
+    self.assertFalse(np.any(masked & ~away))
+    for minibatch in range(2):
+      left = np.square(ell[minibatch][away[minibatch] & ~masked[minibatch]])
+      gone = np.square(ell[minibatch][masked[minibatch]])
+      self.assertNotEmpty(gone)
+      self.assertLessEqual(left.mean(), 0.06)
+      # One more of them, the smallest, and it would be above.
+      self.assertGreater(np.mean([*left, gone.min()]), 0.06)
+      self.assertLessEqual(left.max(), gone.min())
+
+  def test_entropy_for_estr_alone(self):
+    entries = make_entries(20)
+    batch, _, _ = build(entries, loss="estr")
+    by_tokens = {e.trajectory.tokens.tobytes(): e for e in entries}
+    for _, segment in segments(batch):
+      trajectory = by_tokens[segment["tokens"].tobytes()].trajectory
+      np.testing.assert_array_equal(
+        segment["behavior_entropy"],
+        np.where(trajectory.loss_mask, trajectory.behavior_entropy, 0),
+      )
+    for loss in ("clipped", "cispo", "topr", "m2po"):
+      self.assertIsNone(build(entries, loss=loss)[0].behavior_entropy)
 
 
 class BuildBatchTest(parameterized.TestCase):

@@ -1,0 +1,47 @@
+"""Whole runs of every loss of the family."""
+
+import math
+import typing
+
+import pytest
+from absl.testing import parameterized
+
+from configs import async_grpo, cispo, estr, gspo, m2po, topr
+from darl_jax import config, metrics
+from tests.fixtures import runs
+
+compile_once = runs.compile_once
+
+# What each config must report beside the others.
+FAMILY = {
+  "clipped": (async_grpo, "train/clipped_high"),
+  "gspo": (gspo, "train/clipped_high"),
+  "cispo": (cispo, "train/clipped_high"),
+  "topr": (topr, "train/trajectory_weight"),
+  "m2po": (m2po, "batch/masked_tokens"),
+  "estr": (estr, "train/rejected"),
+}
+
+
+class LossFamilyTest(parameterized.TestCase):
+  def test_every_loss_has_its_config(self):
+    hints = typing.get_type_hints(config.ObjectiveConfig)
+    self.assertCountEqual(FAMILY, typing.get_args(hints["loss"]))
+    for loss, (module, _) in FAMILY.items():
+      parsed = config.parse(module.get_config())
+      self.assertEqual(parsed.objective.loss, loss)
+
+  @pytest.mark.slow
+  @parameterized.parameters(*FAMILY)
+  def test_two_steps(self, loss):
+    module, own = FAMILY[loss]
+    workdir = runs.new_workdir()
+    ended = runs.execute(runs.make_config(module, num_steps=2), workdir)
+    self.assertIsNone(ended.error)
+    rows = [row for row in metrics.read_metrics(workdir) if "train/loss" in row]
+    self.assertLen(rows, 2)
+    for row in rows:
+      self.assertIn(own, row)
+      self.assertEqual(row["train/skipped"], 0)
+      for name, value in row.items():
+        self.assertTrue(math.isfinite(value), f"{name} = {value}")
