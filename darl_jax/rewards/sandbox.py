@@ -122,6 +122,7 @@ class _Process(types.SimpleNamespace):
     namespaces: Whether it has its own.
     owner: Whether those belong to it, rather than to root.
     user: Root's worker becomes this user; None: it stays who it is.
+    confined: Whether it has been.
     alone: Whether all that it may signal are its descendants.
     children: A file that lists its children; None if there is none.
   """
@@ -132,6 +133,7 @@ _this = _Process(
   namespaces=False,
   owner=False,
   user=None,
+  confined=False,
   alone=False,
   children=None,
 )
@@ -198,6 +200,7 @@ def confine() -> tuple[Protections, str]:
   Returns:
     What is protected, and the scratch folder if somebody has to remove it.
   """
+  _this.confined = True
   paths = _program_paths()
   user = _this.user
   if user is not None and not (_open_to_all(paths) and _may_become(user)):
@@ -244,17 +247,24 @@ def deny_signals() -> None:
     _restrict(_ruleset(0, 0, _ABSTRACT_SOCKETS_AND_SIGNALS))
 
 
-def kill_descendants() -> None:
+def confined() -> bool:
+  """Whether this process is a worker that ``confine`` was called in."""
+  return _this.confined
+
+
+def kill_descendants() -> bool:
   """Kills whatever this process has started, and what that has.
 
-  Where ``Protections.survivors`` is False, those escape that fork faster than
-  they are found; without Linux all but the children.
+  It must own all of its children. Where ``Protections.survivors`` is False,
+  those may escape that hide from it or fork faster than they are found.
+
+  Returns:
+    Whether all its children have ended.
   """
   deadline = time.monotonic() + _KILL_LIMIT_S
   while time.monotonic() < deadline:
     if _this.alone:
-      # In one sweep, which no fork escapes.
-      _kill(-1)
+      _kill(-1)  # In one sweep, which no fork escapes.
     elif _this.user is not None and os.getuid() == 0:
       _sweep(_this.user)
     for child in _children():
@@ -263,8 +273,9 @@ def kill_descendants() -> None:
       while os.waitpid(-1, os.WNOHANG)[0]:
         pass
     except ChildProcessError:
-      return
+      return True
     time.sleep(0.001)
+  return False
 
 
 # What supervises.
