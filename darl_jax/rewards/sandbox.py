@@ -55,7 +55,8 @@ _LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 # Landlock's rights to files, by the version that brought them.
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _TRUNCATE = 1 << 14
-_RIGHTS = ((1, (1 << 13) - 1), (2, 1 << 13), (3, _TRUNCATE), (5, 1 << 15))
+_TRUNCATE_SINCE = 3  # Before that, any file can be emptied.
+_RIGHTS = ((1, (1 << 13) - 1), (2, 1 << 13), (_TRUNCATE_SINCE, _TRUNCATE), (5, 1 << 15))
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _TCP_SINCE, _BIND_AND_CONNECT = 4, 3
 _SCOPES_SINCE, _ABSTRACT_SOCKETS_AND_SIGNALS = 6, 3
@@ -217,8 +218,7 @@ def confine() -> tuple[Protections, str]:
   _limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
   if sys.platform != "linux":
     return Protections(root=os.getuid() != 0), scratch
-  if not _this.namespaces:
-    _adopt_orphans()
+  _adopt_orphans()  # So that kill_descendants can wait for them, too.
   counted = user is not None or (
     _this.owner and os.getuid() != 0 and _linux() >= (5, 14)
   )
@@ -230,7 +230,7 @@ def confine() -> tuple[Protections, str]:
   protections = Protections(
     network=_this.namespaces,
     tcp=_this.namespaces or version >= _TCP_SINCE,
-    writes=tree or version > 0,
+    writes=tree or version >= _TRUNCATE_SINCE,
     reads=tree or version > 0,
     signals=_this.alone or version >= _SCOPES_SINCE,
     survivors=_this.alone,

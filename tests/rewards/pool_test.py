@@ -103,7 +103,9 @@ def scoring_process(verifiers: pool.VerifierPool) -> psutil.Process:
   return [process, *process.children()][-1]
 
 
-class PoolTest(parameterized.TestCase):
+class PoolTestCase(parameterized.TestCase):
+  """Pools whose workers obey orders, and what they delivered."""
+
   def setUp(self):
     super().setUp()
     # Workers import what this process can.
@@ -143,6 +145,8 @@ class PoolTest(parameterized.TestCase):
       self.assertEmpty(self.inbox.errors)
       return verifiers.metrics()
 
+
+class PoolTest(PoolTestCase):
   def test_rewards(self):
     metrics = self.score("score 1", "score 0.99", "score 0.98", "score 0")
     self.assertEqual(self.inbox.rewards(), [1.0, 1.0, 0.49, 0.0])
