@@ -56,7 +56,12 @@ _LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _TRUNCATE = 1 << 14
 _TRUNCATE_SINCE = 3  # Before that, any file can be emptied.
-_RIGHTS = ((1, (1 << 13) - 1), (2, 1 << 13), (_TRUNCATE_SINCE, _TRUNCATE), (5, 1 << 15))
+_RIGHTS = (
+  (1, (1 << 13) - 1),
+  (2, 1 << 13),
+  (_TRUNCATE_SINCE, _TRUNCATE),
+  (5, 1 << 15),
+)
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _TCP_SINCE, _BIND_AND_CONNECT = 4, 3
 _SCOPES_SINCE, _ABSTRACT_SOCKETS_AND_SIGNALS = 6, 3
@@ -203,12 +208,13 @@ def confine() -> tuple[Protections, str]:
   """
   _this.confined = True
   paths = _program_paths()
+  tree = _this.namespaces and _new_tree(paths)
   user = _this.user
-  if user is not None and not (_open_to_all(paths) and _may_become(user)):
-    user = None
-  tree = _this.namespaces and _new_tree(paths, user)
   if user is not None:
-    _become(user)
+    if _open_to_all(paths, new=tree) and _may_become(user):
+      _become(user)
+    else:
+      user = None
   scratch = _SCRATCH if tree else _make_scratch()
   os.chdir(scratch)
   os.umask(0o077)
@@ -398,12 +404,12 @@ def _program_paths() -> list[str]:
   return paths
 
 
-def _open_to_all(paths: list[str]) -> bool:
+def _open_to_all(paths: list[str], *, new: bool) -> bool:
   """Whether the programs can be read by a user who owns nothing."""
   programs = [os.path.realpath(sys.executable), os.path.realpath(__file__)]
   if any(os.stat(program).st_mode & 0o4 == 0 for program in programs):
     return False
-  if _this.namespaces:  # What leads to them is made anew.
+  if new:  # What leads to them was made so.
     return all(os.stat(path).st_mode & 0o4 for path in paths)
   above = {os.path.realpath(path) for path in paths}
   while not above <= {"/"}:
@@ -413,13 +419,12 @@ def _open_to_all(paths: list[str]) -> bool:
   return True
 
 
-def _new_tree(paths: list[str], user: int | None) -> bool:
+def _new_tree(paths: list[str]) -> bool:
   """Changes to a file tree that holds only ``paths``, read-only, and scratch.
 
   Returns:
     Whether it could.
   """
-  owner = "" if user is None else f",uid={user},gid={user}"
   try:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _SKELETON, "tmpfs", _MS_NOSUID, "mode=0755,size=4m")
@@ -439,7 +444,7 @@ def _new_tree(paths: list[str], user: int | None) -> bool:
       _SKELETON + _SCRATCH,
       "tmpfs",
       _MS_NOSUID | _MS_NODEV,
-      f"mode=0700,size={_SCRATCH_BYTES},nr_inodes={_SCRATCH_FILES}{owner}",
+      f"mode=0777,size={_SCRATCH_BYTES},nr_inodes={_SCRATCH_FILES}",
     )
     with contextlib.suppress(OSError):  # Containers often forbid this one.
       flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC

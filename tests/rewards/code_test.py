@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from absl.testing import parameterized
 
-from darl_jax.rewards import code
+from darl_jax.rewards import code, sandbox
 from tests.rewards import pool_test
 
 ARGUMENTS = {"time_limit_s": 1.0, "answer_limit_s": 4.0, "memory_limit_mb": 512}
@@ -66,15 +66,8 @@ REFUSED = {
     with open("big", "wb") as file:
       file.write(bytes(2**21))
   """,
-  "kill": "os.kill(os.getppid(), 9)",
-  "group": "os.killpg(os.getpgid(os.getppid()), 9)",
   "memory of the judge": "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)",
   "files of the judge": "os.listdir(f'/proc/{os.getppid()}/fd')",
-  "output": """
-    for _ in range(1000):
-      sys.stdout.write("x" * 2**20)
-      sys.stdout.flush()
-  """,
 }
 # What these do is of no use to them.
 FUTILE = {
@@ -98,12 +91,6 @@ FUTILE = {
   """,
   "forged verdicts on stdout": "print('[0, 1.0, null]')",
   "closed files": "os.closerange(0, 256)",
-  "sweep": """
-    try:
-      os.kill(-1, 9)
-    except OSError:
-      pass
-  """,
   "no Python": "fn main() {}",
   "empty": "",
 }
@@ -218,6 +205,43 @@ class CodeTest(pool_test.PoolTestCase):
     rewards = self.programs(GOOD, hostile, GOOD, tests=DOUBLE[1:])
     self.assertEqual(rewards, [1.0, 0.0, 1.0])
     self.assertEqual(self.metrics["restarts"], 0)
+    self.assertLen(self.left, 3)
+
+  @LINUX
+  def test_huge_output_is_not_kept(self):
+    writes = """
+      for _ in range(1000):
+        sys.stdout.write("x" * 2**20)
+        sys.stdout.flush()
+    """
+    limits = {"time_limit_s": 20.0, "answer_limit_s": 20.0}
+    rewards = self.programs(
+      GOOD,
+      program(writes),
+      GOOD,
+      tests=DOUBLE[:1],
+      task=TASK | {"arguments": ARGUMENTS | limits},
+      time_limit_s=25.0,
+      memory_limit_mb=512,
+    )
+    self.assertEqual(rewards, [1.0, 0.0, 1.0])
+    self.assertEqual(self.metrics["restarts"], 0)
+    self.assertLess(self.metrics["seconds"], pool_test.PROMPTLY_S)
+
+  @LINUX
+  @parameterized.parameters(
+    "os.kill(os.getppid(), 9)",
+    "os.killpg(os.getpgid(os.getppid()), 9)",
+    "os.kill(-1, 9)",
+    "os.kill(1, 9)",
+  )
+  def test_kills_none_but_itself(self, kill):
+    rewards = self.programs(GOOD, program(kill), GOOD, tests=DOUBLE[1:])
+    # Where Landlock cannot refuse it, the worker may go, and is replaced.
+    scoped = sandbox._landlock_version() >= sandbox._SCOPES_SINCE
+    outcomes = [0.0] if scoped else [0.0, None]
+    self.assertEqual(rewards[::2], [1.0, 1.0])
+    self.assertIn(rewards[1], outcomes)
     self.assertLen(self.left, 3)
 
   @LINUX
