@@ -61,12 +61,11 @@ class CodeVerifier:
 
     Raises:
       ValueError: If there are no tests.
-      RuntimeError: In a process that is not a confined worker.
+      RuntimeError: In a process that is no confined worker.
       SystemExit: If what a program left behind cannot be removed. The worker
         ends, and is replaced.
     """
-    if not sandbox.confined():
-      raise RuntimeError("Programs are only run in a verifier's worker.")
+    folder = sandbox.scratch()
     tests = reference["tests"]
     if not tests:
       raise ValueError("no tests")
@@ -79,13 +78,15 @@ class CodeVerifier:
       limit_s = min(self._time_limit_s, deadline - time.monotonic())
       if limit_s <= 0:
         break
-      output = self._run(program, test["stdin"], limit_s)
+      output = self._run(folder, program, test["stdin"], limit_s)
       passed += output is not None and _same(output, test["stdout"])
     return passed / len(tests)
 
-  def _run(self, program: bytes, stdin: str, limit_s: float) -> bytes | None:
+  def _run(
+    self, folder: str, program: bytes, stdin: str, limit_s: float
+  ) -> bytes | None:
     """What the program writes; None if it does not end well."""
-    with open("program.py", "wb") as file:
+    with open(os.path.join(folder, "program.py"), "wb") as file:
       file.write(program)
     process = subprocess.Popen(
       # -I: no variable, no user's packages, and no import from the folder.
@@ -93,7 +94,8 @@ class CodeVerifier:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
-      env={"HOME": os.getcwd(), "TMPDIR": os.getcwd(), "OMP_NUM_THREADS": "1"},
+      cwd=folder,
+      env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
       start_new_session=True,
       preexec_fn=lambda: self._limit(limit_s),
       bufsize=0,
@@ -102,7 +104,7 @@ class CodeVerifier:
       output = _converse(process, stdin.encode("utf-8", "replace"), limit_s)
       return output if process.returncode == 0 else None
     finally:
-      _clear_away(process)
+      _clear_away(process, folder)
 
   def _limit(self, limit_s: float) -> None:
     """Is called in the program's process, before it is the program's."""
@@ -192,7 +194,7 @@ def _wait(process: subprocess.Popen, seconds: float) -> None:
     return
 
 
-def _clear_away(process: subprocess.Popen) -> None:
+def _clear_away(process: subprocess.Popen, folder: str) -> None:
   """Ends all that the program has started, and removes all that it wrote."""
   with contextlib.suppress(ProcessLookupError, PermissionError):
     os.killpg(process.pid, signal.SIGKILL)
@@ -203,7 +205,7 @@ def _clear_away(process: subprocess.Popen) -> None:
     sys.exit("What a program has started cannot be ended.")
   process.wait()
   try:
-    _empty(os.getcwd())
+    _empty(folder)
   except OSError as error:
     sys.exit(f"What a program wrote cannot be removed: {error}")
 

@@ -128,7 +128,7 @@ class _Process(types.SimpleNamespace):
     namespaces: Whether it has its own.
     owner: Whether those belong to it, rather than to root.
     user: Root's worker becomes this user; None: it stays who it is.
-    confined: Whether it has been.
+    scratch: The folder it was confined to; empty before that.
     alone: Whether all that it may signal are its descendants.
     children: A file that lists its children; None if there is none.
   """
@@ -139,7 +139,7 @@ _this = _Process(
   namespaces=False,
   owner=False,
   user=None,
-  confined=False,
+  scratch="",
   alone=False,
   children=None,
 )
@@ -206,7 +206,6 @@ def confine() -> tuple[Protections, str]:
   Returns:
     What is protected, and the scratch folder if somebody has to remove it.
   """
-  _this.confined = True
   paths = _program_paths()
   tree = _this.namespaces and _new_tree(paths)
   user = _this.user
@@ -215,15 +214,15 @@ def confine() -> tuple[Protections, str]:
       _become(user)
     else:
       user = None
-  scratch = _SCRATCH if tree else _make_scratch()
-  os.chdir(scratch)
+  _this.scratch = folder = _SCRATCH if tree else _make_scratch()
+  os.chdir(folder)
   os.umask(0o077)
-  os.environ |= {"HOME": scratch, "TMPDIR": scratch}
+  os.environ |= {"HOME": folder, "TMPDIR": folder}
   if "tempfile" in sys.modules:
-    sys.modules["tempfile"].tempdir = scratch
+    sys.modules["tempfile"].tempdir = folder
   _limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
   if sys.platform != "linux":
-    return Protections(root=os.getuid() != 0), scratch
+    return Protections(root=os.getuid() != 0), folder
   _adopt_orphans()  # So that kill_descendants can wait for them, too.
   counted = user is not None or (
     _this.owner and os.getuid() != 0 and _linux() >= (5, 14)
@@ -231,7 +230,7 @@ def confine() -> tuple[Protections, str]:
   if counted:
     _limit(resource.RLIMIT_NPROC, _MAX_PROCESSES)
   _drop_privileges()
-  version = _landlock(["/"] if tree else paths, scratch)
+  version = _landlock(["/"] if tree else paths, folder)
   _this.alone = _this.namespaces or user is not None
   protections = Protections(
     network=_this.namespaces,
@@ -244,7 +243,7 @@ def confine() -> tuple[Protections, str]:
     disk=tree,
     root=os.getuid() != 0,
   )
-  return protections, "" if tree else scratch
+  return protections, "" if tree else folder
 
 
 def deny_signals() -> None:
@@ -253,9 +252,15 @@ def deny_signals() -> None:
     _restrict(_ruleset(0, 0, _ABSTRACT_SOCKETS_AND_SIGNALS))
 
 
-def confined() -> bool:
-  """Whether this process is a worker that ``confine`` was called in."""
-  return _this.confined
+def scratch() -> str:
+  """The folder that this process was confined to; its own to empty.
+
+  Raises:
+    RuntimeError: If ``confine`` was not called in it.
+  """
+  if not _this.scratch:
+    raise RuntimeError("This process is no confined worker of a verifier's.")
+  return _this.scratch
 
 
 def kill_descendants() -> bool:

@@ -77,6 +77,15 @@ while True:
 """
 
 
+def workers() -> set[psutil.Process]:
+  """All processes that forked from a worker, whoever's children they are."""
+  return {
+    process
+    for process in psutil.process_iter(["cmdline"])
+    if "darl_jax.rewards.worker" in (process.info["cmdline"] or [])
+  }
+
+
 class SandboxTestCase(pool_test.PoolTestCase):
   def orders(self, *orders, **changes):
     """Scores of these orders, of one group."""
@@ -276,7 +285,7 @@ class WithoutNamespacesTest(SandboxTestCase):
 
   @parameterized.parameters("", "os._exit(0)", "time.sleep(60)")
   def test_a_daemon_is_found_and_the_folder_removed(self, then):
-    before = set(os.listdir(tempfile.gettempdir()))
+    before, running = set(os.listdir(tempfile.gettempdir())), workers()
     daemon = order(DAEMON + then)
     with self.pool(time_limit_s=1.0) as verifiers:
       verifiers.submit([pool_test.make_group(0, ["score 1", daemon])])
@@ -284,10 +293,8 @@ class WithoutNamespacesTest(SandboxTestCase):
       self.assertEqual(self.inbox.rewards(), [1.0, None if then else 1.0])
     after = set(os.listdir(tempfile.gettempdir()))
     self.assertEmpty([x for x in after - before if "darl-verifier" in x])
-    # And tearDown sees no child; an orphan would have become init's.
-    for process in psutil.process_iter(["ppid", "cmdline"]):
-      if "darl_jax.rewards.worker" in (process.info["cmdline"] or []):
-        self.assertNotEqual(process.info["ppid"], 1, process)
+    # tearDown sees no child left; an orphan would have become another's.
+    self.assertEmpty(workers() - running)
 
 
 class ReportTest(parameterized.TestCase):
@@ -309,4 +316,5 @@ class ReportTest(parameterized.TestCase):
     self.assertFalse(everything._replace(**{name: False}).isolated)
 
   def test_this_process_is_not_confined(self):
-    self.assertFalse(sandbox.confined())
+    with self.assertRaisesRegex(RuntimeError, "no confined worker"):
+      sandbox.scratch()
