@@ -26,6 +26,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces")
 # Each answers right, unless what it tries is refused.
 REFUSED = {
   "allocation": "x = bytearray(10 * 2**30)",
+  "allocation that the worker may": "x = bytearray(2**30)",
   "fork": """
     for _ in range(100):
       if os.fork() == 0:
