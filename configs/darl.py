@@ -61,6 +61,7 @@ def get_config() -> config_dict.ConfigDict:
       time_limit_s=5.0,
       memory_limit_mb=4096,
       partial_credit=0.0,
+      require_isolation=False,
     )
   )
   config.replay = config_dict.ConfigDict(

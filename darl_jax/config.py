@@ -247,12 +247,15 @@ class RewardsConfig:
     memory_limit_mb: Address space of a worker.
     partial_credit: Reward of an answer that is not right, as a multiple of
       the score that its verifier gives it. A right one (score >= 0.99) pays 1.
+    require_isolation: Refuse to start where the system cannot keep verifiers
+      from the network and from all files but programs (docs/security.md).
   """
 
   workers: int
   time_limit_s: float
   memory_limit_mb: int
   partial_credit: float
+  require_isolation: bool
 
 
 @dataclasses.dataclass(frozen=True)

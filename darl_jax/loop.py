@@ -218,7 +218,9 @@ class Run:
     )
     self.verifier = VerifierPool(
       config.rewards,
-      task=dataset.verifier_task(config.prompts, seed=config.seed),
+      task=dataset.verifier_task(
+        config.prompts, seed=config.seed, rewards=config.rewards
+      ),
       decode=tokenizer.decode,
       fail=self.ring.close,
     )

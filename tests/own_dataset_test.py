@@ -67,7 +67,9 @@ class OwnDatasetTest(parameterized.TestCase):
     delivered, errors = [], []
     with VerifierPool(
       config.rewards,
-      task=dataset.verifier_task(config.prompts, seed=config.seed),
+      task=dataset.verifier_task(
+        config.prompts, seed=config.seed, rewards=config.rewards
+      ),
       decode=loaded.tokenizer.decode,
       fail=errors.append,
     ) as pool:

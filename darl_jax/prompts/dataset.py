@@ -14,7 +14,7 @@ from typing import Any
 
 import grain
 
-from darl_jax.config import ConfigError, PromptsConfig
+from darl_jax.config import ConfigError, PromptsConfig, RewardsConfig
 from darl_jax.prompts import procedural, question_file
 from darl_jax.prompts.chat import ChatTokenizer
 from darl_jax.prompts.tokenizer import TaskTokenizer, Tokenizer
@@ -172,9 +172,19 @@ def batches(
   return iter(order.batch(batch_size, batch_fn=list).to_iter_dataset(options))
 
 
-def verifier_task(config: PromptsConfig, *, seed: int) -> dict[str, Any]:
-  """Plain JSON data: the verifier of these prompts' answers, to construct."""
-  return _source(config.dataset).verifier_task(config, seed=seed)
+def verifier_task(
+  config: PromptsConfig, *, seed: int, rewards: RewardsConfig
+) -> dict[str, Any]:
+  """Plain JSON data: the verifier of these prompts' answers, to construct.
+
+  Args:
+    config: What the prompts were loaded with.
+    seed: Likewise.
+    rewards: Limits of an answer, for a verifier that runs programs.
+  """
+  return _source(config.dataset).verifier_task(
+    config, seed=seed, rewards=rewards
+  )
 
 
 def _source(name: str) -> types.ModuleType:

@@ -17,7 +17,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym import factory
 
-from darl_jax.config import ConfigError, PromptsConfig
+from darl_jax.config import ConfigError, PromptsConfig, RewardsConfig
 
 # Their generators walk over sets of strings, so that items change with the
 # seed of Python's string hash: a resumed run would not meet its prompts again.
@@ -109,8 +109,11 @@ def draw(
   return items
 
 
-def verifier_task(config: PromptsConfig, *, seed: int) -> dict[str, Any]:
+def verifier_task(
+  config: PromptsConfig, *, seed: int, rewards: RewardsConfig
+) -> dict[str, Any]:
   """Plain JSON data: the verifier that draws each item again."""
+  del rewards
   return {
     "verifier": "darl_jax.rewards.reasoning_gym:ReasoningGymVerifier",
     "arguments": {

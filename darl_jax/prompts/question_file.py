@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import logging
 
-from darl_jax.config import ConfigError, PromptsConfig
+from darl_jax.config import ConfigError, PromptsConfig, RewardsConfig
 
 _BOXES = ("required", "preferred")
 # For each verifier: its class, and a line of the file that it can use.
@@ -33,6 +33,8 @@ _VERIFIERS = {
 }
 _WORKING_PARAMS = '{"verifier": "math", "box": "required"}'
 _SHOWN_LINES = 3
+# Of an answer's time, for running its program on all tests.
+_PROGRAMS_SHARE = 0.8
 
 
 def is_file_name(name: str) -> bool:
@@ -80,11 +82,23 @@ def draw(
   return items
 
 
-def verifier_task(config: PromptsConfig, *, seed: int) -> dict[str, Any]:
+def verifier_task(
+  config: PromptsConfig, *, seed: int, rewards: RewardsConfig
+) -> dict[str, Any]:
   """Plain JSON data: the verifier that ``prompts.params`` names."""
   del seed
   params = dict(config.params)
-  name, _ = _VERIFIERS[params.pop("verifier")]
+  kind = params.pop("verifier")
+  if kind == "code":
+    # A slow program then has a low score, where the worker's limit would leave
+    # it without one.
+    limit = _PROGRAMS_SHARE * rewards.time_limit_s
+    params |= {
+      "time_limit_s": limit,
+      "answer_limit_s": limit,
+      "memory_limit_mb": rewards.memory_limit_mb,
+    }
+  name, _ = _VERIFIERS[kind]
   return {"verifier": name, "arguments": params}
 
 

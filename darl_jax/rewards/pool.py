@@ -13,6 +13,7 @@ import json
 import math
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from darl_jax.config import RewardsConfig
+from darl_jax.config import ConfigError, RewardsConfig
+from darl_jax.rewards.sandbox import Protections
 from darl_jax.rewards.verifier import parse_task
 from darl_jax.types import CORRECT, Finish, Trajectory, TrajectoryGroup
 
@@ -98,6 +100,8 @@ class VerifierPool:
 
     Raises:
       ValueError: If ``task`` names no verifier.
+      ConfigError: If the config requires isolation, and there is none here.
+      VerifierStartError: If it does, and no worker comes up to tell.
     """
     parse_task(task)
     self._config = config
@@ -113,6 +117,9 @@ class VerifierPool:
     self._seconds = 0.0
     self._error: BaseException | None = None
     self._closed = False
+    self._protections: Protections | None = None
+    if config.require_isolation:
+      self._check_isolation()
     self._slots = [_Slot(number) for number in range(config.workers)]
     for slot in self._slots:
       slot.thread = threading.Thread(
@@ -207,6 +214,24 @@ class VerifierPool:
         "queued": self._queued,
         "seconds": self._seconds,
       }
+
+  @property
+  def protections(self) -> Protections | None:
+    """What the workers are kept from here; None until one has started."""
+    return self._protections
+
+  def _check_isolation(self) -> None:
+    """Looks at a worker that scores nothing, before there is any other."""
+    worker = _Worker()
+    worker.send(self._hello({"verifier": "builtins:object"}))
+    try:
+      self._ready(worker)
+    except (_TimedOutError, _DiedError) as error:
+      raise VerifierStartError(
+        f"No worker starts: {error!r}. It wrote:\n{worker.stderr()}"
+      ) from error
+    finally:
+      worker.dispose()
 
   # The rest runs in the threads.
 
@@ -357,16 +382,9 @@ class VerifierPool:
       with self._changed:
         self._check_not_stopped()
         slot.worker = _Worker()
-      slot.worker.send(
-        {
-          "task": self._task,
-          "memory_limit_mb": self._config.memory_limit_mb,
-          "time_limit_s": self._config.time_limit_s,
-          "parent": os.getpid(),
-        }
-      )
+      slot.worker.send(self._hello(self._task))
       try:
-        slot.worker.receive(_START_LIMIT_S)
+        self._ready(slot.worker)
         return
       except _TimedOutError:
         reason, last = f"not ready after {_START_LIMIT_S:g} s", True
@@ -382,6 +400,33 @@ class VerifierPool:
       f"A worker for {self._task!r} did not start in {attempts}; the last one: "
       f"{reason}. It wrote:\n{slot.worker.stderr()}"
     )
+
+  def _hello(self, task: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+      "task": task,
+      "memory_limit_mb": self._config.memory_limit_mb,
+      "time_limit_s": self._config.time_limit_s,
+      "parent": os.getpid(),
+    }
+
+  def _ready(self, worker: "_Worker") -> None:
+    """Waits until ``worker`` is; refuses it if it has to be confined better."""
+    message = worker.receive(_START_LIMIT_S)
+    worker.scratch = message["scratch"]
+    protections = Protections(**message["protections"])
+    if self._config.require_isolation and not protections.isolated:
+      raise ConfigError(
+        [
+          "rewards.require_isolation = True, but this system does not keep "
+          f"verifiers from the network and from files ({protections}). Try a "
+          "container that allows user namespaces, or "
+          "rewards.require_isolation=False."
+        ]
+      )
+    with self._changed:
+      first, self._protections = self._protections is None, protections
+    if first:
+      logging.info("Verifier workers: %s.", protections)
 
   def _report(self, error: BaseException) -> None:
     """Stops the pool; the first error goes to ``fail``."""
@@ -512,13 +557,17 @@ class _Verdicts:
 class _Worker:
   """A worker process, and JSON lines to and from it.
 
+  Attributes:
+    scratch: A folder of its own that it leaves behind; empty if there is none.
+
   ``kill`` and ``reap`` may be called from any thread, the rest only from the
   one that made it (which Linux ties the process's life to).
   """
 
   def __init__(self):
+    self.scratch = ""
     # A session of its own: Ctrl-C does not reach it before it reaches us, and
-    # whatever it starts is killed with it.
+    # without Linux whatever it starts is killed with it.
     self._process = subprocess.Popen(
       # -P: the working directory is not searched for modules.
       [sys.executable, "-P", "-m", "darl_jax.rewards.worker"],
@@ -585,9 +634,10 @@ class _Worker:
     """Kills the process and whatever it started."""
     if self._disposed:
       return  # Its number may be another process's by now.
-    # Permission: how macOS says that only a zombie is left.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-      os.killpg(self._process.pid, signal.SIGKILL)
+    if sys.platform == "linux":
+      self._process.terminate()  # It kills and buries the rest; see sandbox.py.
+    else:
+      self._kill_group()
 
   def reap(self) -> None:
     """Waits for the process to end; briefly, as it should at once."""
@@ -595,10 +645,17 @@ class _Worker:
       self._process.wait(timeout=1.0)
 
   def dispose(self) -> None:
-    """Kills and reaps the process, and closes what led to it."""
+    """Kills and reaps the process, and removes what led to it."""
     self.kill()
-    self._disposed = True
     self.reap()
+    if self.alive():
+      self._kill_group()
+      self.reap()
+    self._disposed = True
+    if self.scratch:
+      # Hostile depth and rights may keep a part of it.
+      with contextlib.suppress(RecursionError):
+        shutil.rmtree(self.scratch, ignore_errors=True)
     self._selector.close()
     for pipe in (
       self._process.stdin,
@@ -610,6 +667,11 @@ class _Worker:
   def stderr(self) -> str:
     """The end of what it wrote to stderr."""
     return self._stderr.decode(errors="replace").strip()
+
+  def _kill_group(self) -> None:
+    # Permission: how macOS says that only a zombie is left.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(self._process.pid, signal.SIGKILL)
 
   def _pump(self, wait_s: float) -> None:
     """Moves whatever bytes can be moved, after waiting at most ``wait_s``."""

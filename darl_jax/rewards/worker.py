@@ -3,42 +3,51 @@
 Reads JSON lines from stdin and writes JSON lines to stdout:
 
   in   {"task", "memory_limit_mb", "time_limit_s", "parent"}   once
-  out  {"ready": true}                                         once
+  out  {"ready": true, "protections", "scratch"}               once
   in   [[response, reference], ...]
   out  [position, score, failure]                              one per answer
 
-``failure`` is null, or says why there is no score. Whatever the verifier writes
-to stdout goes to stderr. The process ends when stdin does, and on Linux as
-soon as its parent's thread does. Imports nothing heavy: it is started again
-after every time-out.
+``failure`` is null, or says why there is no score. ``scratch`` is a folder to
+remove after the process's end, or empty. Whatever the verifier writes to stdout
+goes to stderr. The process ends when stdin does, and on Linux as soon as its
+parent's thread does. Imports nothing heavy: it is started again after every
+time-out.
+
+On Linux there are up to three processes: one that is killed by its parent and
+kills the others, one that scores, and one that Linux wants (see sandbox.py).
 """
 
-import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from typing import Any, TextIO
 
+from darl_jax.rewards import sandbox
 from darl_jax.rewards.verifier import Verifier, construct
 
-_PR_SET_PDEATHSIG = 1
-_MAX_FILE_BYTES = 2**20
 _MAX_FAILURE_CHARS = 300
 
 
 def main() -> None:
+  parent = sandbox.supervise()
   requests, answers = _private_channel()
   hello = json.loads(requests.readline())
-  _die_with(hello["parent"])
-  _limit(resource.RLIMIT_CORE, 0)
-  _limit(resource.RLIMIT_AS, hello["memory_limit_mb"] * 2**20)
+  if parent != hello["parent"]:
+    sys.exit("The process that asked for this worker is gone.")
+  _limit_memory(hello["memory_limit_mb"] * 2**20)
   verifier = construct(hello["task"])
   # Not earlier: an import may write a cache.
-  _limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
-  _send(answers, {"ready": True})
+  protections, scratch = sandbox.confine()
+  _send(
+    answers,
+    {
+      "ready": True,
+      "protections": protections._asdict(),
+      "scratch": scratch,
+    },
+  )
   for line in requests:
     for position, (response, reference) in enumerate(json.loads(line)):
       _limit_cpu(hello["time_limit_s"])
@@ -80,20 +89,11 @@ def _send(answers: TextIO, message: Any) -> None:
   answers.flush()
 
 
-def _die_with(parent: int) -> None:
-  """Asks Linux to kill this process when the thread that started it ends."""
-  if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-  if os.getppid() != parent:
-    sys.exit("The process that asked for this worker is gone.")
-
-
-def _limit(which: int, value: int) -> None:
-  """Lowers a limit for good."""
-  _, hard = resource.getrlimit(which)
+def _limit_memory(limit: int) -> None:
+  _, hard = resource.getrlimit(resource.RLIMIT_AS)
   if hard != resource.RLIM_INFINITY:
-    value = min(value, hard)
-  resource.setrlimit(which, (value, value))
+    limit = min(limit, hard)
+  resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _limit_cpu(seconds: float) -> None:

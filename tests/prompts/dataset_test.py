@@ -370,7 +370,9 @@ class BatchesTest(parameterized.TestCase):
 class VerifierTaskTest(parameterized.TestCase):
   def test_is_json_and_rebuilds_the_items(self):
     config = make_config()
-    task = json.loads(json.dumps(dataset.verifier_task(config, seed=9)))
+    task = json.loads(
+      json.dumps(dataset.verifier_task(config, seed=9, rewards=None))
+    )
     self.assertEqual(
       task["verifier"], "darl_jax.rewards.reasoning_gym:ReasoningGymVerifier"
     )

@@ -260,7 +260,7 @@ class CheckConfigTest(QuestionFileTest):
 class VerifierTaskTest(parameterized.TestCase):
   def test_names_the_verifier_of_the_params(self):
     self.assertEqual(
-      dataset.verifier_task(make_config(), seed=0),
+      dataset.verifier_task(make_config(), seed=0, rewards=None),
       {
         "verifier": "darl_jax.rewards.math:MathVerifier",
         "arguments": {"box": "required"},
@@ -268,14 +268,25 @@ class VerifierTaskTest(parameterized.TestCase):
     )
     code = make_config(params={"verifier": "code"})
     self.assertEqual(
-      dataset.verifier_task(code, seed=0),
-      {"verifier": "darl_jax.rewards.code:CodeVerifier", "arguments": {}},
+      dataset.verifier_task(
+        code,
+        seed=0,
+        rewards=mock.Mock(time_limit_s=5.0, memory_limit_mb=600),
+      ),
+      {
+        "verifier": "darl_jax.rewards.code:CodeVerifier",
+        "arguments": {
+          "time_limit_s": 4.0,
+          "answer_limit_s": 4.0,
+          "memory_limit_mb": 600,
+        },
+      },
     )
 
   def test_of_reasoning_gym_it_is_its_own(self):
     config = make_config(dataset="chain_sum", params={"min_terms": 3})
     self.assertEqual(
-      dataset.verifier_task(config, seed=4),
+      dataset.verifier_task(config, seed=4, rewards=None),
       {
         "verifier": "darl_jax.rewards.reasoning_gym:ReasoningGymVerifier",
         "arguments": {

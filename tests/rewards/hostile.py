@@ -43,6 +43,12 @@ class Hostile:
       pass
     return 1.0
 
+  def _run(self, argument):
+    # What a hole in a scorer amounts to. The program says what it scores.
+    names = {}
+    exec(argument, names)
+    return names["score"]
+
   def _exit(self, argument):
     os._exit(int(argument))
 

@@ -3,10 +3,8 @@ import functools
 import logging
 import os
 import pathlib
-import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -29,7 +27,11 @@ PROMPTLY_S = 10.0  # What takes two seconds at most on one that is not.
 
 def make_config(**changes) -> RewardsConfig:
   fields = dict(
-    workers=1, time_limit_s=10.0, memory_limit_mb=2048, partial_credit=0.5
+    workers=1,
+    time_limit_s=10.0,
+    memory_limit_mb=2048,
+    partial_credit=0.5,
+    require_isolation=False,
   )
   return RewardsConfig(**(fields | changes))
 
@@ -95,7 +97,15 @@ def children() -> list[psutil.Process]:
   return psutil.Process().children(recursive=True)
 
 
-class PoolTest(parameterized.TestCase):
+def scoring_process(verifiers: pool.VerifierPool) -> psutil.Process:
+  """The only worker's; on Linux the last child of the one that we started."""
+  process = psutil.Process(verifiers._slots[0].worker._process.pid)
+  return [process, *process.children()][-1]
+
+
+class PoolTestCase(parameterized.TestCase):
+  """Pools whose workers obey orders, and what they delivered."""
+
   def setUp(self):
     super().setUp()
     # Workers import what this process can.
@@ -135,6 +145,8 @@ class PoolTest(parameterized.TestCase):
       self.assertEmpty(self.inbox.errors)
       return verifiers.metrics()
 
+
+class PoolTest(PoolTestCase):
   def test_rewards(self):
     metrics = self.score("score 1", "score 0.99", "score 0.98", "score 0")
     self.assertEqual(self.inbox.rewards(), [1.0, 1.0, 0.49, 0.0])
@@ -230,8 +242,7 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(metrics["restarts"], 1)
 
   def test_files_are_limited(self):
-    with tempfile.TemporaryDirectory() as folder:
-      self.score(f"write {folder}/big", "score 1")
+    self.score("write big", "score 1")  # In its scratch folder.
     self.assertIn("File too large", self.inbox.failures()[0])
     self.assertEqual(self.inbox.rewards(), [None, 1.0])
 
@@ -435,10 +446,9 @@ class PoolTest(parameterized.TestCase):
     with self.pool() as verifiers:
       verifiers.submit([make_group(0, ["pid"])])
       verifiers.join(PATIENCE_S)
-      pid = int(self.inbox.failures()[0].rpartition("=")[2])
-      os.kill(pid, signal.SIGKILL)
-      worker = psutil.Process(pid)
-      wait_until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
+      scoring_process(verifiers).kill()
+      worker = verifiers._slots[0].worker
+      wait_until(lambda: not worker.alive())
       verifiers.submit([make_group(1, ["score 1"])])
       verifiers.join(PATIENCE_S)
       self.assertEqual(verifiers.metrics()["restarts"], 1)
@@ -448,8 +458,7 @@ class PoolTest(parameterized.TestCase):
     with self.pool(time_limit_s=1.0) as verifiers:
       verifiers.submit([make_group(0, ["pid"])])
       verifiers.join(PATIENCE_S)
-      pid = int(self.inbox.failures()[0].rpartition("=")[2])
-      os.kill(pid, signal.SIGSTOP)
+      scoring_process(verifiers).suspend()
       big = "score 1 " + " " * 2**20  # More than the pipe holds.
       verifiers.submit([make_group(1, [big, "score 1"])])
       verifiers.join(PATIENCE_S)
@@ -521,13 +530,14 @@ class PoolTest(parameterized.TestCase):
         while said[-1] and "pid=" not in said[-1]:
           said.append(parent.stderr.readline())
         self.assertIn("pid=", said[-1], said)
-        worker = psutil.Process(int(said[-1].rpartition("=")[2]))
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        self.assertNotEmpty(workers)
         time.sleep(0.2)
       finally:
         overdue.cancel()
         parent.kill()  # Or leaving the block would wait for it.
-      gone, _ = psutil.wait_procs([worker], timeout=PATIENCE_S)
-      self.assertLen(gone, 1)
+      _, left = psutil.wait_procs(workers, timeout=PATIENCE_S)
+      self.assertEmpty(left)
 
   def test_throughput(self):
     task = {"verifier": "hostile:Counting"}

@@ -7,6 +7,8 @@ import textwrap
 
 from absl.testing import parameterized
 
+from darl_jax.rewards import sandbox
+
 ENVIRONMENT = os.environ | {
   "PYTHONPATH": os.pathsep.join(
     [*filter(None, sys.path), str(pathlib.Path(__file__).parent)]
@@ -41,7 +43,10 @@ class WorkerTest(parameterized.TestCase):
     )
     self.assertEqual(done.returncode, 0)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    self.assertEqual(lines[0], {"ready": True})
+    self.assertTrue(lines[0]["ready"])
+    self.assertEqual(
+      set(lines[0]["protections"]), set(sandbox.Protections._fields)
+    )
     self.assertEqual(lines[1], [0, 1.0, None])
     self.assertEqual(lines[2], [1, None, "error: RuntimeError: no"])
     self.assertEqual(str(lines[3]), "[0, nan, None]")
