@@ -333,8 +333,9 @@ class Learner:
         threshold=objective.estr_threshold,
         epsilon=objective.estr_epsilon,
       )
-      # A product, so that a weight that is not finite still shows.
-      weights = batch.token_weights * keep
+      # A weight that is not finite stays, and shows.
+      weights = batch.token_weights
+      weights = jnp.where(keep | ~jnp.isfinite(weights), weights, 0.0)
       batch = dataclasses.replace(batch, token_weights=weights)
       rejected = numerics.count(batch.loss_mask & ~keep)
       return *self._clipped_loss(logprobs, batch), {"rejected": rejected}

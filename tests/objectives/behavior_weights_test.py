@@ -217,3 +217,30 @@ class BehaviorWeightsTest(parameterized.TestCase):
     stats = _Statistics.from_tokens(np.zeros(3), np.zeros(3, int), 1)
     with self.assertRaisesRegex(ValueError, name):
       _token_weights(stats, **{"weighting": "moment", **wrong})
+
+
+class TrajectoryTokenWeightsTest(parameterized.TestCase):
+  @parameterized.parameters(0, 5)
+  def test_by_hand(self, dead_tokens):
+    # Trajectories of 3, 1 and 1 tokens, in any order.
+    got = behavior_weights.trajectory_token_weights(
+      np.array([7, 2, 7, 4, 7]), dead_tokens=dead_tokens
+    )
+    want = np.array([1 / 9, 1 / 3, 1 / 9, 1 / 3, 1 / 9])
+    np.testing.assert_allclose(got, want * 5 / (5 + dead_tokens))
+
+  def test_one_token_each_is_pooled(self):
+    stats = _Statistics.from_tokens(np.zeros(6), np.zeros(6, int), 1)
+    got = behavior_weights.trajectory_token_weights(np.arange(6), dead_tokens=4)
+    want = _token_weights(stats, "pooled", dead_tokens=4)
+    np.testing.assert_allclose(got, np.repeat(want, 6))
+
+  def test_nothing(self):
+    got = behavior_weights.trajectory_token_weights(
+      np.zeros(0, int), dead_tokens=4
+    )
+    self.assertEqual(got.shape, (0,))
+
+  def test_refuses(self):
+    with self.assertRaisesRegex(ValueError, "dead_tokens = -1"):
+      behavior_weights.trajectory_token_weights(np.zeros(3), dead_tokens=-1)
