@@ -92,6 +92,8 @@ def get_config() -> config_dict.ConfigDict:
       weight_cap=2.0,
       kappa=1.0,
       trust_region="behavior",
+      proximal="recompute",
+      proximal_lag=1,
       clip_low=0.2,
       clip_high=0.28,
       clip_age_decay=1.0,

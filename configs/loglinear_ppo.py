@@ -1,6 +1,6 @@
-"""Decoupled PPO whose proximal policy is log-linear (method 6), asynchronous.
+"""Decoupled PPO with a log-linear proximal policy (arXiv:2605.12070).
 
-It costs no forward pass; tokens far from it on either side are left out.
+It costs no forward pass. Tokens of too great a behavior weight are left out.
 """
 
 from ml_collections import config_dict
@@ -11,6 +11,5 @@ from configs import decoupled_ppo
 def get_config() -> config_dict.ConfigDict:
   config = decoupled_ppo.get_config()
   config.objective.proximal = "loglinear"
-  config.objective.token_filter = "two_sided"
-  config.objective.filter_bound = 2.0
+  config.objective.behavior_weight_mode = "mask"
   return config

@@ -312,8 +312,12 @@ class ObjectiveConfig:
     behavior_weighting: How the weight of each behavior policy is set.
     weight_cap: Greatest weight of a version relative to pooled weighting.
     kappa: Strength of moment and inverse_variance weighting.
-    trust_region: Centre of the clip: the behavior policy, or the policy at
-      the start of the step with the behavior ratio as a detached weight.
+    trust_region: Centre of the clip: the behavior policy, or a proximal policy
+      with the behavior ratio as a detached weight.
+    proximal: The proximal policy of the decoupled trust region: the policy at
+      the start of the step; the ring's snapshot that sampled the token, scored
+      by the learner; or log-linear between that and the current one.
+    proximal_lag: Versions that the log-linear one is behind the current one.
     clip_low: The ratio is clipped below at 1 - clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
     gspo_clip_low: As clip_low, of the ratio of a trajectory under ``gspo``.
@@ -345,6 +349,8 @@ class ObjectiveConfig:
   weight_cap: float
   kappa: float
   trust_region: Literal["behavior", "decoupled"]
+  proximal: Literal["recompute", "snapshot", "loglinear"]
+  proximal_lag: int
   clip_low: float
   clip_high: float
   clip_age_decay: float
@@ -827,7 +833,7 @@ _RANGES = {
   "model.num_experts": _Range(0, 2**16),
   "model.experts_per_token": _Range(0, 2**16),
   "model.expert_mlp_dim": _Range(0, 2**24),
-  "model.vocab_size": _Range(0, 2**24),
+  "model.vocab_size": _Range(0, 2**28),
   "model.lora_rank": _Range(0, 2**16),
   "model.lora_alpha": _POSITIVE,
   "warm_start.steps": _Range(0, 2**31 - 1),
@@ -863,6 +869,7 @@ _RANGES = {
   "objective.reward_tolerance": _Range(0, 1, open_high=True),
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,
+  "objective.proximal_lag": _Range(0, 2**31 - 1),
   "objective.clip_low": _FRACTION,
   "objective.clip_high": _Range(0, open_low=True, infinite=True),
   "objective.clip_age_decay": _FRACTION,
@@ -1278,6 +1285,19 @@ def _check_trust_region(c: Any) -> list[str]:
   ]
 
 
+def _check_proximal(c: Any) -> list[str]:
+  objective = c.objective
+  if objective.trust_region == "decoupled" or (
+    objective.proximal == "recompute"
+  ):
+    return []
+  return [
+    f"objective.proximal = {_shown(objective.proximal)} has no part in "
+    "objective.trust_region = 'behavior'. Try "
+    "objective.proximal='recompute', or objective.trust_region='decoupled'."
+  ]
+
+
 def _check_trajectory_weights(c: Any) -> list[str]:
   if c.objective.loss != "gspo" or c.objective.behavior_weighting == "pooled":
     return []
@@ -1315,6 +1335,16 @@ def _check_schedule(c: Any) -> list[str]:
       f"learner.final_learning_rate={learner.learning_rate:g}."
     )
   return problems
+
+
+def _check_updates(c: Any) -> list[str]:
+  updates, most = c.num_steps * c.learner.minibatches, 2**31 - 1
+  if updates <= most:
+    return []
+  return [
+    f"num_steps * learner.minibatches = {updates} optimizer steps are more "
+    f"than can be counted. Try num_steps={most // c.learner.minibatches}."
+  ]
 
 
 def _check_warmup(c: Any) -> list[str]:
@@ -1366,9 +1396,11 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_fsdp_split,
   _check_synchronous,
   _check_trust_region,
+  _check_proximal,
   _check_trajectory_weights,
   _check_clip_age_decay,
   _check_schedule,
+  _check_updates,
   _check_warmup,
   _check_stop_on,
 )

@@ -173,9 +173,8 @@ class Run:
     )
     self._schedule: ScheduleWriter | None = None
     self.ring = self._make_ring(record)
-    self.parity = SamplerParity(
-      Rescorer(self.learner, config.learner, self.ring)
-    )
+    self.rescorer = Rescorer(self.learner, config.learner, self.ring)
+    self.parity = SamplerParity(self.rescorer)
     self._placement = Placement(
       self.policy,
       mesh=self.meshes.rollout,
@@ -313,6 +312,7 @@ class Run:
         version=version,
         dead_tokens=chosen.pool.dead_tokens,
         rng=chosen.rng,
+        snapshot_logprobs=self._snapshot_logprobs(chosen.entries),
       )
       # From here to the new version nothing is raised if the run is ended: what
       # is saved is always between two steps.
@@ -628,6 +628,14 @@ class Run:
         ),
       },
     )
+
+  def _snapshot_logprobs(self, entries: Sequence[Entry]) -> np.ndarray | None:
+    """Of the proximal policy "snapshot"; recorded ones where it is gone."""
+    if self.config.objective.proximal != "snapshot":
+      return None
+    logprobs, known = self.rescorer.under_own(entries)
+    behavior = [entry.trajectory.behavior_logprobs for entry in entries]
+    return np.where(known, logprobs, np.concatenate(behavior))
 
   def _take(self, needed: int, deadline: float) -> Pool:
     """The ring's pool once it holds ``needed``; fills it when synchronous."""

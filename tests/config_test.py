@@ -388,6 +388,12 @@ COMBINATIONS = (
     65536,
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
+  (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  (
+    dict(num_steps=2**31 - 1, learner__minibatches=2),
+    "num_steps",
+    2**30 - 1,
+  ),
   (
     dict(
       rollout__prompts_per_batch=33,

@@ -6,7 +6,18 @@ import typing
 import pytest
 from absl.testing import parameterized
 
-from configs import async_grpo, cispo, estr, gspo, m2po, topr
+from configs import (
+  async_grpo,
+  cispo,
+  dr_grpo,
+  estr,
+  gspo,
+  loglinear_ppo,
+  m2po,
+  rloo,
+  snapshot_ppo,
+  topr,
+)
 from darl_jax import config, metrics
 from tests.fixtures import runs
 
@@ -23,6 +34,15 @@ FAMILY = {
 }
 
 
+# With the clipped loss, what else they set.
+CLIPPED = {
+  dr_grpo: ("advantage", "group_centered"),
+  rloo: ("advantage", "rloo"),
+  loglinear_ppo: ("proximal", "loglinear"),
+  snapshot_ppo: ("proximal", "snapshot"),
+}
+
+
 class LossFamilyTest(parameterized.TestCase):
   def test_every_loss_has_its_config(self):
     hints = typing.get_type_hints(config.ObjectiveConfig)
@@ -31,10 +51,25 @@ class LossFamilyTest(parameterized.TestCase):
       parsed = config.parse(module.get_config())
       self.assertEqual(parsed.objective.loss, loss)
 
+  @parameterized.parameters(*CLIPPED.items())
+  def test_what_the_others_set(self, module, expected):
+    name, value = expected
+    parsed = config.parse(module.get_config())
+    self.assertEqual(getattr(parsed.objective, name), value)
+    self.assertEqual(parsed.objective.loss, "clipped")
+
   @pytest.mark.slow
   @parameterized.parameters(*FAMILY)
   def test_two_steps(self, loss):
     module, own = FAMILY[loss]
+    self._assert_trains(module, own)
+
+  @pytest.mark.slow
+  @parameterized.parameters(loglinear_ppo, snapshot_ppo)
+  def test_proximal_policies(self, module):
+    self._assert_trains(module, "train/weight_capped")
+
+  def _assert_trains(self, module, own):
     workdir = runs.new_workdir()
     ended = runs.execute(runs.make_config(module, num_steps=2), workdir)
     self.assertIsNone(ended.error)

@@ -399,6 +399,7 @@ def build_batch(
   version: int,
   dead_tokens: int,
   rng: np.random.Generator,
+  snapshot_logprobs: np.ndarray | None = None,
 ) -> tuple[types.Batch, tuple[ring.Entry, ...], dict[str, float]]:
   """Packs a step's trajectories and weighs their tokens (method 2.3).
 
@@ -415,6 +416,8 @@ def build_batch(
     version: The learner's, for the age of the versions.
     dead_tokens: Of the pool; used under the denominator ``all``.
     rng: Deals the trajectories.
+    snapshot_logprobs: float [tokens], nats, each under the snapshot that
+      sampled it, by the learner; with ``objective.proximal = "snapshot"``.
 
   Returns:
     batch: numpy arrays [minibatches, microbatches, B, T], and [E]. Its version
@@ -440,9 +443,9 @@ def build_batch(
       f"scored_logprobs have shape {scored_logprobs.shape}, and the entries "
       f"{flat.tokens.shape[0]} tokens."
     )
-  proximal = np.where(flat.loss_mask, scored_logprobs, 0).astype(np.float32)
-  if not np.all(np.isfinite(proximal)):
-    wrong = flat.owner[np.argmin(np.isfinite(proximal))]
+  scored = np.where(flat.loss_mask, scored_logprobs, 0).astype(np.float32)
+  if not np.all(np.isfinite(scored)):
+    wrong = flat.owner[np.argmin(np.isfinite(scored))]
     raise ValueError(
       f"trajectory {entries[wrong].id} has a scored log-prob that is not "
       "finite."
@@ -469,7 +472,7 @@ def build_batch(
   minibatch = packing.row // (learner.rows // learner.minibatches)
   token_weights = np.zeros(len(trained))
   token_weights[trained], num_masked = _token_weights(
-    (proximal - flat.behavior_logprobs)[trained],
+    (scored - flat.behavior_logprobs)[trained],
     behavior_index[trained],
     flat.owner[trained],
     flat.advantages[flat.owner[trained]],
@@ -487,7 +490,9 @@ def build_batch(
     segment_ids=layout.scatter(packing.segment.astype(np.int32)[flat.owner]),
     loss_mask=layout.scatter(flat.loss_mask),
     behavior_logprobs=layout.scatter(flat.behavior_logprobs),
-    proximal_logprobs=layout.scatter(proximal),
+    proximal_logprobs=layout.scatter(
+      _proximal(flat, scored, snapshot_logprobs, objective, version)
+    ),
     behavior_index=layout.scatter(behavior_index),
     token_weights=layout.scatter(token_weights.astype(np.float32)),
     advantages=layout.scatter(flat.advantages[flat.owner]),
@@ -642,6 +647,40 @@ def _token_weights(
         max_second_moment=objective.m2po_max_second_moment,
       )
   return np.where(keep, weights, 0.0), np.count_nonzero(~keep)
+
+
+def _proximal(
+  flat: _Tokens,
+  scored: np.ndarray,
+  snapshot_logprobs: np.ndarray | None,
+  objective: config_lib.ObjectiveConfig,
+  version: int,
+) -> np.ndarray:
+  """float32 [tokens], log-probs of the proximal policy; 0 where masked.
+
+  Raises:
+    ValueError: Those under the snapshots are wanted, and not given.
+  """
+  match objective.proximal:
+    case "recompute":
+      return scored
+    case "loglinear":
+      return np.asarray(
+        policy_losses.loglinear_proximal(
+          scored,
+          flat.behavior_logprobs,
+          flat.policy_version,
+          flat.loss_mask,
+          policy_version=version,
+          proximal_version=version - objective.proximal_lag,
+        )
+      )
+    case "snapshot":
+      if snapshot_logprobs is None:
+        raise ValueError(
+          "objective.proximal = 'snapshot' needs snapshot_logprobs."
+        )
+      return np.where(flat.loss_mask, snapshot_logprobs, 0).astype(np.float32)
 
 
 def _clip_scale(

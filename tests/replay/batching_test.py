@@ -79,6 +79,8 @@ def make_objective(**changes) -> config_lib.ObjectiveConfig:
     weight_cap=2.0,
     kappa=1.0,
     trust_region="behavior",
+    proximal="recompute",
+    proximal_lag=1,
     clip_low=0.2,
     clip_high=0.28,
     clip_age_decay=1.0,
@@ -119,7 +121,15 @@ def make_learner(**changes) -> config_lib.LearnerConfig:
   return config_lib.LearnerConfig(**{**fields, **changes})
 
 
-def build(entries, *, learner=None, seed=0, dead_tokens=0, **objective):
+def build(
+  entries,
+  *,
+  learner=None,
+  seed=0,
+  dead_tokens=0,
+  snapshot_logprobs=None,
+  **objective,
+):
   return batching.build_batch(
     entries,
     make_scores(entries),
@@ -128,6 +138,7 @@ def build(entries, *, learner=None, seed=0, dead_tokens=0, **objective):
     version=5,
     dead_tokens=dead_tokens,
     rng=np.random.default_rng(seed),
+    snapshot_logprobs=snapshot_logprobs,
   )
 
 
@@ -674,6 +685,43 @@ class BuildBatchTest(parameterized.TestCase):
       batching.build_batch(entries, scores, **arguments)
     with self.assertRaisesRegex(ValueError, "no trajectory"):
       batching.build_batch([], scores[:0], **arguments)
+
+
+class ProximalTest(parameterized.TestCase):
+  """Which policy ``Batch.proximal_logprobs`` are of."""
+
+  def _found(self, entries, **keywords):
+    """As ``build`` placed them, and by version; both of masked-in tokens."""
+    batch, placed, _ = build(entries, trust_region="decoupled", **keywords)
+    self.assertLen(placed, len(entries))
+    mask = batch.loss_mask
+    return tuple(
+      np.asarray(getattr(batch, name))[mask]
+      for name in ("proximal_logprobs", "behavior_logprobs")
+    )
+
+  def test_each(self):
+    entries = make_entries(9)
+    scores = make_scores(entries)
+    mask = concatenated(entries, "loss_mask")
+    behavior = concatenated(entries, "behavior_logprobs")
+    versions = concatenated(entries, "policy_version")
+    age = 5 - versions
+    share = np.maximum(age - 1, 0) / np.maximum(age, 1)
+    snapshot = np.where(mask, behavior + 0.25, np.nan).astype(np.float32)
+    for expected, keywords in (
+      (scores, dict(proximal="recompute")),
+      (snapshot, dict(proximal="snapshot", snapshot_logprobs=snapshot)),
+      (behavior + share * (scores - behavior), dict(proximal="loglinear")),
+    ):
+      found, _ = self._found(entries, **keywords)
+      np.testing.assert_allclose(
+        np.sort(found), np.sort(expected[mask]), atol=1e-5
+      )
+
+  def test_snapshots_that_are_not_given(self):
+    with self.assertRaisesRegex(ValueError, "needs snapshot_logprobs"):
+      build(make_entries(9), proximal="snapshot")
 
 
 if __name__ == "__main__":
