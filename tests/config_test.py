@@ -506,7 +506,8 @@ class CrossFieldTest(parameterized.TestCase):
     if isinstance(advised, (str, tuple)):
       self.assertIn(f"{field}={advised!r}", advice)
     else:
-      self.assertIn(f"{advised:g}", re.findall(r"[\d.e-]*\d", advice))
+      shown = str(advised) if isinstance(advised, int) else f"{advised:g}"
+      self.assertIn(shown, re.findall(r"[\d.e-]*\d", advice))
     config_lib.parse(plain(**{**changes, field.replace(".", "__"): advised}))
 
   @parameterized.parameters((9, 16, 15), (8, 15, 15))
