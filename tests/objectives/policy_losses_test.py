@@ -430,6 +430,8 @@ class MaskTest(parameterized.TestCase):
       packed["segment_ids"],
       num_segments=_SEGMENTS,
     )
+    # A sum of 20s is held to 20 as well.
+    self.assertEqual(np.abs(ell).max(), 20 if shift else 0)
     scale = policy_losses.vcpo_scale(ell, ell != 99, base_ess_fraction=0.5)
     self.assertBetween(float(scale), 0.0, 1.0)
     proximal = policy_losses.loglinear_proximal(
