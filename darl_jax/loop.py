@@ -395,6 +395,13 @@ class Run:
       ConfigError: There is one, and this run cannot go on from it.
     """
     if self._replay is not None:
+      if (self.workdir / "config.json").exists():
+        raise ConfigError(
+          [
+            f"workdir = {self.workdir} already holds a run, which a replay "
+            f"would overwrite. Try --workdir={self.workdir}-replayed."
+          ]
+        )
       return _recorded_checkpoint(self._replay)
     saved = self.checkpoints.newest()
     problems = workdir_lib.problems(

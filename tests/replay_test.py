@@ -95,6 +95,16 @@ class ReplayTest(parameterized.TestCase):
     with self.assertRaisesRegex(config.ConfigError, "begins at step 4, from"):
       replay(schedule_of(ended, step=4))
 
+  def test_a_folder_that_holds_a_run(self):
+    ended = record(make_config())
+    before = (ended.run.workdir / "metrics.jsonl").read_text()
+    with self.assertRaisesRegex(config.ConfigError, "replay would overwrite"):
+      runs.execute(
+        ended.run.config, ended.run.workdir, replay=schedule_of(ended)
+      )
+    after = (ended.run.workdir / "metrics.jsonl").read_text()
+    self.assertEqual(after, before)
+
   def test_a_process_that_was_killed(self):
     ended = record(make_config(), prepare=runs.kill_at(3))
     path = ended.run.workdir / "schedule_00000000.jsonl"
