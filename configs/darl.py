@@ -77,6 +77,7 @@ def get_config() -> config_dict.ConfigDict:
       # nats^2, rejects what really drifted: about 5 % here.
       reject_fraction=0.0,
       max_metric=0.1,
+      max_candidates=0,
       min_batch=64,
       snapshot_bytes=256 * 2**20,
       trajectory_bytes=256 * 2**20,

@@ -293,6 +293,7 @@ class ReplayConfig:
   keep_fraction: float
   reject_fraction: float
   max_metric: float
+  max_candidates: int
   min_batch: int
   snapshot_bytes: int
   trajectory_bytes: int
