@@ -137,7 +137,7 @@ def get_config() -> config_dict.ConfigDict:
     )
   )
   config.evaluate = config_dict.ConfigDict(
-    dict(every=200, num_prompts=512, temperature=0.0)
+    dict(every=200, num_prompts=512, temperature=0.0, samples_per_prompt=1)
   )
   config.watch = config_dict.ConfigDict(
     dict(

@@ -444,11 +444,14 @@ class EvaluateConfig:
     num_prompts: Held-out prompts asked each time.
     temperature: Of the answers, which are truncated as the rollout's are; 0
       is greedy.
+    samples_per_prompt: k, answers to each of them: accuracy is then their mean
+      (avg@k), and pass@k is reported beside it.
   """
 
   every: int
   num_prompts: int
   temperature: float
+  samples_per_prompt: int
 
 
 # What ``watch.py`` looks for, by the names that watch.stop_on takes.
@@ -904,6 +907,7 @@ _RANGES = {
   "evaluate.every": _AT_LEAST_1,
   "evaluate.num_prompts": _COUNT,
   "evaluate.temperature": _AT_LEAST_0,
+  "evaluate.samples_per_prompt": _Range(1, _SLOTS),
   "watch.window": _Range(1, 2**20),
   "watch.patience": _AT_LEAST_1,
   "watch.repeat_every": _AT_LEAST_1,
@@ -1359,6 +1363,16 @@ def _check_warmup(c: Any) -> list[str]:
   ]
 
 
+def _check_evaluate(c: Any) -> list[str]:
+  if c.evaluate.samples_per_prompt == 1 or c.evaluate.temperature > 0:
+    return []
+  return [
+    f"evaluate.samples_per_prompt = {c.evaluate.samples_per_prompt} asks for "
+    "the same answer again and again: evaluate.temperature = 0 is greedy. Try "
+    "evaluate.samples_per_prompt=1, or evaluate.temperature=1."
+  ]
+
+
 def _check_stop_on(c: Any) -> list[str]:
   names = c.watch.stop_on
   unknown = [name for name in names if name not in ALARMS]
@@ -1402,5 +1416,6 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_schedule,
   _check_updates,
   _check_warmup,
+  _check_evaluate,
   _check_stop_on,
 )

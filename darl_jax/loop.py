@@ -689,7 +689,8 @@ class Run:
     shown = samples[step % len(samples)]
     self.progress.message(
       f"step {step}: held-out accuracy {evaluation.accuracy:.3f}; "
-      f"{shown['prompt']!r} -> {shown['response']!r}, and "
+      + "".join(f"pass@{k} {p:.3f}; " for k, p in evaluation.pass_at.items())
+      + f"{shown['prompt']!r} -> {shown['response']!r}, and "
       f"{shown['reference']!r} is right"
     )
 

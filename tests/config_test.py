@@ -389,6 +389,8 @@ COMBINATIONS = (
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  (dict(evaluate__samples_per_prompt=4), "evaluate.samples_per_prompt", 1),
+  (dict(evaluate__samples_per_prompt=4), "evaluate.temperature", 1.0),
   (
     dict(num_steps=2**31 - 1, learner__minibatches=2),
     "num_steps",
