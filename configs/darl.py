@@ -61,6 +61,8 @@ def get_config() -> config_dict.ConfigDict:
       time_limit_s=5.0,
       memory_limit_mb=4096,
       partial_credit=0.0,
+      overlong_penalty=0.0,
+      overlong_buffer_tokens=0,
       require_isolation=False,
     )
   )
@@ -69,6 +71,7 @@ def get_config() -> config_dict.ConfigDict:
       num_snapshots=4,
       max_staleness=3,
       max_uses=1,
+      drop_overlong=False,
       metric="variance",
       selection_mode="reject_worst",
       keep_fraction=0.5,

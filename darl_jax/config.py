@@ -247,6 +247,10 @@ class RewardsConfig:
     memory_limit_mb: Address space of a worker.
     partial_credit: Reward of an answer that is not right, as a multiple of
       the score that its verifier gives it. A right one (score >= 0.99) pays 1.
+    overlong_penalty: What the longest answer loses of its reward before it
+      becomes an advantage; 0 for none, and then the next one means nothing.
+    overlong_buffer_tokens: The last of rollout.max_response_tokens, over which
+      that loss grows from nothing.
     require_isolation: Refuse to start where the system cannot keep verifiers
       from the network and from all files but programs (docs/security.md).
   """
@@ -255,6 +259,8 @@ class RewardsConfig:
   time_limit_s: float
   memory_limit_mb: int
   partial_credit: float
+  overlong_penalty: float
+  overlong_buffer_tokens: int
   require_isolation: bool
 
 
@@ -267,6 +273,8 @@ class ReplayConfig:
     max_staleness: Greatest age, in versions, of a trajectory trained on. 0 is
       the synchronous, deterministic algorithm.
     max_uses: Times that a trajectory may be trained on.
+    drop_overlong: Leave answers that were cut at the length limit out of
+      training; their rewards count in their group all the same.
     metric: Mismatch metric, lower is better matched.
     selection_mode: How a step's batch is drawn from the pool: keep_best,
       reject_worst, or a control that takes as many as reject_worst would.
@@ -282,6 +290,7 @@ class ReplayConfig:
   num_snapshots: int
   max_staleness: int
   max_uses: int
+  drop_overlong: bool
   metric: Literal[
     "variance",
     "second_moment",
@@ -859,6 +868,8 @@ _RANGES = {
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),
   "rewards.partial_credit": _Range(0, 1),
+  "rewards.overlong_penalty": _AT_LEAST_0,
+  "rewards.overlong_buffer_tokens": _Range(0, 2**24),
   "replay.num_snapshots": _COUNT,
   "replay.max_staleness": _AT_LEAST_0,
   "replay.max_uses": _AT_LEAST_1,
@@ -1363,6 +1374,20 @@ def _check_warmup(c: Any) -> list[str]:
   ]
 
 
+def _check_overlong(c: Any) -> list[str]:
+  longest = c.rollout.max_response_tokens
+  buffer = c.rewards.overlong_buffer_tokens
+  if not c.rewards.overlong_penalty or 1 <= buffer <= longest:
+    return []
+  return [
+    f"rewards.overlong_buffer_tokens = {buffer} is not between 1 and "
+    f"rollout.max_response_tokens = {longest}, over the last of which "
+    f"rewards.overlong_penalty = {c.rewards.overlong_penalty:g} grows. Try "
+    f"rewards.overlong_buffer_tokens={-(-longest // 4)}, or "
+    "rewards.overlong_penalty=0."
+  ]
+
+
 def _check_evaluate(c: Any) -> list[str]:
   if c.evaluate.samples_per_prompt == 1 or c.evaluate.temperature > 0:
     return []
@@ -1416,6 +1441,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_schedule,
   _check_updates,
   _check_warmup,
+  _check_overlong,
   _check_evaluate,
   _check_stop_on,
 )

@@ -48,6 +48,7 @@ from darl_jax.replay.recording import (
 from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
 from darl_jax.rescoring.rescorer import Rescorer
 from darl_jax.rescoring.sampler_parity import SamplerParity
+from darl_jax.rewards import shaping
 from darl_jax.rewards.pool import VerifierPool
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
@@ -373,6 +374,10 @@ class Run:
       reward_tolerance=config.objective.reward_tolerance,
       groups_per_version=config.rollout.prompts_per_batch,
       truncated=config.rollout.truncates,
+      shaping=shaping.of_lengths(
+        config.rewards,
+        max_response_tokens=config.rollout.max_response_tokens,
+      ),
     )
 
   def _record(self, event: Any) -> None:

@@ -389,6 +389,15 @@ COMBINATIONS = (
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  *(
+    (
+      dict(rewards__overlong_penalty=0.5, rewards__overlong_buffer_tokens=n),
+      "rewards.overlong_buffer_tokens",
+      2,
+    )
+    for n in (0, 7)
+  ),
+  (dict(rewards__overlong_penalty=0.5), "rewards.overlong_penalty", 0.0),
   (dict(evaluate__samples_per_prompt=4), "evaluate.samples_per_prompt", 1),
   (dict(evaluate__samples_per_prompt=4), "evaluate.temperature", 1.0),
   (
