@@ -308,6 +308,9 @@ class ReplayConfig:
   timeout_s: float
 
 
+_BALANCE = ("balance", "balance_length_normalized")
+
+
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
   """The multi-behavior objective (method 2.3), its family and advantages (3).
@@ -318,7 +321,11 @@ class ObjectiveConfig:
       ``topr``.
     advantage: How rewards of a group become advantages.
     reward_tolerance: A group whose rewards span no more has advantage 0.
-    behavior_weighting: How the weight of each behavior policy is set.
+    behavior_weighting: How the weight of each behavior policy is set. Under
+      ``balance`` each trajectory has one, in the place of prox/mu and within
+      its cap: prox over the mixture of the ring's snapshots, which costs a
+      scoring pass under each; ``balance_length_normalized`` takes the mean
+      log-probs of tokens, which biases it.
     weight_cap: Greatest weight of a version relative to pooled weighting.
     kappa: Strength of moment and inverse_variance weighting.
     trust_region: Centre of the clip: the behavior policy, or a proximal policy
@@ -353,7 +360,12 @@ class ObjectiveConfig:
   advantage: Literal["group", "group_centered", "rloo"]
   reward_tolerance: float
   behavior_weighting: Literal[
-    "pooled", "ess_token", "moment", "inverse_variance"
+    "pooled",
+    "ess_token",
+    "moment",
+    "inverse_variance",
+    "balance",
+    "balance_length_normalized",
   ]
   weight_cap: float
   kappa: float
@@ -375,6 +387,11 @@ class ObjectiveConfig:
   kl_coefficient: float
   kl_estimator: Literal["k1", "k2", "k3"]
   max_versions: int
+
+  @property
+  def balances(self) -> bool:
+    """Whether trajectories are weighed, by the balance heuristic."""
+    return self.behavior_weighting in _BALANCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1313,6 +1330,51 @@ def _check_proximal(c: Any) -> list[str]:
   ]
 
 
+def _check_balance(c: Any) -> list[str]:
+  objective, rollout = c.objective, c.rollout
+  if objective.behavior_weighting not in _BALANCE:
+    return []
+  weighting = (
+    f"objective.behavior_weighting = {_shown(objective.behavior_weighting)}"
+  )
+  problems = []
+  if objective.trust_region != "decoupled":
+    problems.append(
+      f"{weighting} stands in for prox/mu, which is in no loss with "
+      f"objective.trust_region = {_shown(objective.trust_region)}. Try "
+      "objective.trust_region='decoupled', or "
+      "objective.behavior_weighting='pooled'."
+    )
+  if objective.proximal not in ("recompute", "snapshot"):
+    problems.append(
+      f"objective.proximal = {_shown(objective.proximal)} is no policy that "
+      f"could be compared with the ring's snapshots before the step, as "
+      f"{weighting} does. Try objective.proximal='recompute'."
+    )
+  if objective.behavior_weight_mode != "truncate":
+    problems.append(
+      "objective.behavior_weight_mode = "
+      f"{_shown(objective.behavior_weight_mode)} masks tokens by their prox/mu,"
+      f" and {weighting} weighs trajectories, up to "
+      "objective.max_behavior_weight. Try "
+      "objective.behavior_weight_mode='truncate'."
+    )
+  if c.replay.max_staleness and rollout.weight_update != "drain":
+    problems.append(
+      f"rollout.weight_update = {_shown(rollout.weight_update)} lets a "
+      f"trajectory mix versions, and {weighting} needs its probability under "
+      "each of them. Try rollout.weight_update='drain'."
+    )
+  for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+    if getattr(rollout, name) != off:
+      problems.append(
+        f"rollout.{name} = {getattr(rollout, name):g} truncates by the snapshot"
+        f" that sampled, and {weighting} needs probabilities under the others, "
+        f"which would have truncated otherwise. Try rollout.{name}={off:g}."
+      )
+  return problems
+
+
 def _check_trajectory_weights(c: Any) -> list[str]:
   if c.objective.loss != "gspo" or c.objective.behavior_weighting == "pooled":
     return []
@@ -1436,6 +1498,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_synchronous,
   _check_trust_region,
   _check_proximal,
+  _check_balance,
   _check_trajectory_weights,
   _check_clip_age_decay,
   _check_schedule,

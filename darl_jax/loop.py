@@ -46,6 +46,7 @@ from darl_jax.replay.recording import (
   ScheduleWriter,
 )
 from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
+from darl_jax.rescoring import proximal
 from darl_jax.rescoring.rescorer import Rescorer
 from darl_jax.rescoring.sampler_parity import SamplerParity
 from darl_jax.rewards import shaping
@@ -172,6 +173,9 @@ class Run:
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype(config.rollout.dtype),
     )
+    problems = proximal.snapshot_problems(config, self.learner.param_shapes)
+    if problems:
+      raise ConfigError(problems)
     self._schedule: ScheduleWriter | None = None
     self.ring = self._make_ring(record)
     self.rescorer = Rescorer(self.learner, config.learner, self.ring)
@@ -313,7 +317,13 @@ class Run:
         version=version,
         dead_tokens=chosen.pool.dead_tokens,
         rng=chosen.rng,
-        snapshot_logprobs=self._snapshot_logprobs(chosen.entries),
+        **proximal.batch_arguments(
+          self.rescorer,
+          config,
+          pool=chosen.pool,
+          entries=chosen.entries,
+          scored_logprobs=chosen.logprobs,
+        ),
       )
       # From here to the new version nothing is raised if the run is ended: what
       # is saved is always between two steps.
@@ -640,14 +650,6 @@ class Run:
         ),
       },
     )
-
-  def _snapshot_logprobs(self, entries: Sequence[Entry]) -> np.ndarray | None:
-    """Of the proximal policy "snapshot"; recorded ones where it is gone."""
-    if self.config.objective.proximal != "snapshot":
-      return None
-    logprobs, known = self.rescorer.under_own(entries)
-    behavior = [entry.trajectory.behavior_logprobs for entry in entries]
-    return np.where(known, logprobs, np.concatenate(behavior))
 
   def _take(self, needed: int, deadline: float) -> Pool:
     """The ring's pool once it holds ``needed``; fills it when synchronous."""

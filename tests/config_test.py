@@ -352,6 +352,19 @@ class RangesTest(parameterized.TestCase):
       config_lib.parse(changed(name, math.inf))
 
 
+_DECOUPLED = ("objective.trust_region", "decoupled")
+
+
+def _balance(**changes):
+  """The balance heuristic where it can work, and then some changes."""
+  accepted = dict(
+    objective__behavior_weighting="balance",
+    objective__trust_region="decoupled",
+    rollout__weight_update="drain",
+  )
+  return accepted | changes
+
+
 # Changes to the default config that cannot work, the field to blame, and a
 # value of it that the problem advises and that mends it.
 COMBINATIONS = (
@@ -389,6 +402,29 @@ COMBINATIONS = (
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  (_balance(objective__trust_region="behavior"), *_DECOUPLED),
+  (
+    _balance(objective__trust_region="behavior"),
+    "objective.behavior_weighting",
+    "pooled",
+  ),
+  (
+    _balance(objective__proximal="loglinear"),
+    "objective.proximal",
+    "recompute",
+  ),
+  (
+    _balance(objective__behavior_weight_mode="mask"),
+    "objective.behavior_weight_mode",
+    "truncate",
+  ),
+  *(
+    (_balance(rollout__weight_update=how), "rollout.weight_update", "drain")
+    for how in ("swap", "recompute")
+  ),
+  (_balance(rollout__top_k=3), "rollout.top_k", 0),
+  (_balance(rollout__top_p=0.9), "rollout.top_p", 1),
+  (_balance(rollout__min_p=0.1), "rollout.min_p", 0.0),
   *(
     (
       dict(rewards__overlong_penalty=0.5, rewards__overlong_buffer_tokens=n),
