@@ -133,6 +133,9 @@ def get_config() -> config_dict.ConfigDict:
       score_rows=32,
     )
   )
+  config.rollback = config_dict.ConfigDict(
+    dict(num_prompts=0, tolerance=0.01, final_tolerance=0.01, max_ratio=2.0)
+  )
   config.mesh = config_dict.ConfigDict(
     dict(
       train=dict(data=1, fsdp=1, tensor=1),

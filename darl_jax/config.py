@@ -236,6 +236,30 @@ class RolloutConfig:
     """Of each prompt, those to be given up included."""
     return self.samples_per_prompt + self.extra_samples
 
+  def beside(
+    self, num_prompts: int, *, samples_per_prompt: int, data: int
+  ) -> "RolloutConfig":
+    """For prompts that are asked beside training, in the memory that it takes.
+
+    As many prompts at a time as training reads, and as many answers as it
+    decodes, where there are several to each.
+
+    Args:
+      num_prompts: Asked at once.
+      samples_per_prompt: Answers to each.
+      data: Slices of the rollout mesh.
+    """
+    most = self.prompts_per_batch
+    if samples_per_prompt > 1:
+      most = min(most, max(self.num_slots // samples_per_prompt, 1))
+    return dataclasses.replace(
+      self,
+      prompts_per_batch=-(-min(num_prompts, most) // data) * data,
+      samples_per_prompt=samples_per_prompt,
+      extra_samples=0,
+      slots=0,
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardsConfig:
@@ -480,6 +504,26 @@ class EvaluateConfig:
   samples_per_prompt: int
 
 
+@dataclasses.dataclass(frozen=True)
+class RollbackConfig:
+  """Steps that are undone where they made the sampler worse (MIPU).
+
+  Attributes:
+    num_prompts: Prompts asked of each new policy, with
+      rollout.samples_per_prompt answers to each, which are not trained on; 0
+      judges no step, and then the next ones mean nothing.
+    tolerance: c of the first step, in units of advantage: a step is undone
+      where T_post, what the sampler earns more than the learner, is below -c.
+    final_tolerance: c of the last step; linear between.
+    max_ratio: Cap of pi/mu of an answer in T_post.
+  """
+
+  num_prompts: int
+  tolerance: float
+  final_tolerance: float
+  max_ratio: float
+
+
 # What ``watch.py`` looks for, by the names that watch.stop_on takes.
 ALARMS = (
   "non_finite",
@@ -581,6 +625,7 @@ class RunConfig:
   replay: ReplayConfig
   objective: ObjectiveConfig
   learner: LearnerConfig
+  rollback: RollbackConfig
   mesh: MeshConfig
   evaluate: EvaluateConfig
   watch: WatchConfig
@@ -927,6 +972,10 @@ _RANGES = {
   "learner.rows": _COUNT,
   "learner.row_tokens": _Range(2, 2**24),
   "learner.score_rows": _COUNT,
+  "rollback.num_prompts": _Range(0, _SLOTS),
+  "rollback.tolerance": _AT_LEAST_0,
+  "rollback.final_tolerance": _AT_LEAST_0,
+  "rollback.max_ratio": _Range(1, infinite=True),
   "mesh.train.data": _COUNT,
   "mesh.train.fsdp": _COUNT,
   "mesh.train.tensor": _COUNT,

@@ -77,26 +77,18 @@ class Evaluator:
       **engine_arguments: As ``Engine`` takes them.
     """
     self._prompts = prompts[: config.evaluate.num_prompts]
-    data = config.mesh.rollout.data
-    # As many prompts at a time as training reads, and as many answers as it
-    # decodes, where there are several to each: its memory is enough.
-    rollout, k = config.rollout, config.evaluate.samples_per_prompt
-    most = rollout.prompts_per_batch
-    if k > 1:
-      most = min(most, max(rollout.num_slots // k, 1))
-    batch = -(-min(len(self._prompts), most) // data) * data
     greedy = config.evaluate.temperature == 0
-    once = dataclasses.replace(
-      rollout,
-      prompts_per_batch=batch,
-      samples_per_prompt=k,
-      extra_samples=0,
-      slots=0,
+    rollout = dataclasses.replace(
+      config.rollout.beside(
+        len(self._prompts),
+        samples_per_prompt=config.evaluate.samples_per_prompt,
+        data=config.mesh.rollout.data,
+      ),
       temperature=config.evaluate.temperature,
       # The likeliest token is what any truncation keeps.
       **dict(top_k=0, top_p=1.0, min_p=0.0) if greedy else {},
     )
-    self._engine = Engine(policy, once, **engine_arguments)
+    self._engine = Engine(policy, rollout, **engine_arguments)
 
   def answer(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Answers of a snapshot on the rollout mesh, not scored yet."""

@@ -122,7 +122,7 @@ class ParseTest(parameterized.TestCase):
       for field in dataclasses.fields(parsed)
       if dataclasses.is_dataclass(field.type)
     ]
-    self.assertLen(groups, 15)
+    self.assertLen(groups, 16)
     for group in groups:
       name = dataclasses.fields(group)[0].name
       with self.assertRaises(dataclasses.FrozenInstanceError):
@@ -134,7 +134,7 @@ class ParseTest(parameterized.TestCase):
       for name, value in vars(config_lib).items()
       if name.endswith("Config") and dataclasses.is_dataclass(value)
     ]
-    self.assertLen(groups, 15)
+    self.assertLen(groups, 16)
     for cls in groups:
       for field in dataclasses.fields(cls):
         self.assertIs(field.default, dataclasses.MISSING, field.name)
@@ -341,6 +341,7 @@ class RangesTest(parameterized.TestCase):
         "objective.dual_clip",
         "objective.max_behavior_weight",
         "learner.max_grad_norm",
+        "rollback.max_ratio",
         "watch.max_parity_p95",
         "watch.max_length_ratio",
         "watch.max_advantage_bias",

@@ -370,6 +370,13 @@ class Ring:
 
   # ----------------------------------------------------------------- consumer
 
+  def measured(self, measure: Callable[[], Sequence[float]]) -> list[float]:
+    """What the learner goes by and no step computes again: ``measure()``.
+
+    A recording ring writes it down, and a replayed one takes it from there.
+    """
+    return list(measure())
+
   def take(
     self, count: int, timeout_s: float, *, waited_s: float = 0.0
   ) -> Pool:
