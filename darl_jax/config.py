@@ -1379,6 +1379,21 @@ def _check_proximal(c: Any) -> list[str]:
   ]
 
 
+def _check_behavior_weight_mode(c: Any) -> list[str]:
+  objective = c.objective
+  if objective.trust_region == "decoupled" or (
+    objective.behavior_weight_mode == "truncate"
+  ):
+    return []
+  return [
+    "objective.behavior_weight_mode = "
+    f"{_shown(objective.behavior_weight_mode)} masks tokens by prox/mu, which "
+    "has no part in objective.trust_region = 'behavior'. Try "
+    "objective.behavior_weight_mode='truncate', or "
+    "objective.trust_region='decoupled'."
+  ]
+
+
 def _check_balance(c: Any) -> list[str]:
   objective, rollout = c.objective, c.rollout
   if objective.behavior_weighting not in _BALANCE:
@@ -1547,6 +1562,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_synchronous,
   _check_trust_region,
   _check_proximal,
+  _check_behavior_weight_mode,
   _check_balance,
   _check_trajectory_weights,
   _check_clip_age_decay,

@@ -1,5 +1,6 @@
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import pathlib
@@ -403,6 +404,12 @@ COMBINATIONS = (
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  (
+    dict(objective__behavior_weight_mode="mask"),
+    "objective.behavior_weight_mode",
+    "truncate",
+  ),
+  (dict(objective__behavior_weight_mode="mask"), *_DECOUPLED),
   (_balance(objective__trust_region="behavior"), *_DECOUPLED),
   (
     _balance(objective__trust_region="behavior"),
@@ -580,6 +587,44 @@ class CrossFieldTest(parameterized.TestCase):
         )
         found += check(fields)
       self.assertNotEmpty(found, check.__name__)
+
+  def test_every_combination_of_methods(self):
+    """The table of docs/method.md, for every value that there is."""
+
+    def makes_sense(loss, proximal, trust_region, behavior_weighting):
+      if trust_region == "behavior":
+        known = proximal == "recompute"
+      else:
+        known = loss == "clipped"
+      if behavior_weighting.startswith("balance"):
+        known &= trust_region == "decoupled"
+        known &= proximal in ("recompute", "snapshot")
+      return known and (loss != "gspo" or behavior_weighting == "pooled")
+
+    names = ("loss", "proximal", "trust_region", "behavior_weighting")
+    options = {
+      name: typing.get_args(hint)
+      for cls in (config_lib.ObjectiveConfig, config_lib.ReplayConfig)
+      for name, hint in typing.get_type_hints(cls).items()
+    }
+    accepted = 0
+    for values in itertools.product(*(options[name] for name in names)):
+      fields = dict(zip(names, values, strict=True))
+      changes = {f"objective__{name}": v for name, v in fields.items()}
+      for mode in options["selection_mode"]:
+        values = plain(
+          **changes,
+          replay__selection_mode=mode,
+          rollout__weight_update="drain",
+        )
+        if makes_sense(**fields):
+          config_lib.parse(values)
+          accepted += 1
+          continue
+        for problem in problems(values):
+          blamed = [n for n in names if f"objective.{n} = " in problem]
+          self.assertLen(set(blamed), 2, problem)
+    self.assertGreater(accepted, 100)
 
   def test_rows_that_just_hold_the_least_batch(self):
     config_lib.parse(plain(replay__min_batch=256))
