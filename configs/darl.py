@@ -94,6 +94,8 @@ def get_config() -> config_dict.ConfigDict:
       trust_region="behavior",
       proximal="recompute",
       proximal_lag=1,
+      ewma_window=3,
+      ewma_min_passed_fraction=0.9,
       clip_low=0.2,
       clip_high=0.28,
       clip_age_decay=1.0,

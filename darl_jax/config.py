@@ -316,8 +316,15 @@ class ObjectiveConfig:
       with the behavior ratio as a detached weight.
     proximal: The proximal policy of the decoupled trust region: the policy at
       the start of the step; the ring's snapshot that sampled the token, scored
-      by the learner; or log-linear between that and the current one.
+      by the learner; log-linear between that and the current one; or ``ewma``,
+      an average of the policies so far, kept and scored by the learner.
     proximal_lag: Versions that the log-linear one is behind the current one.
+    ewma_window: W, versions: the average weighs each policy by b = W / (W + 2)
+      of its successor, which makes it W / 2 versions old; 0 is the policy at
+      the start of the step.
+    ewma_min_passed_fraction: The average starts anew after a step of which a
+      smaller share of the tokens passes the mask of prox/mu and the clip; 0
+      never does.
     clip_low: The ratio is clipped below at 1 - clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
     gspo_clip_low: As clip_low, of the ratio of a trajectory under ``gspo``.
@@ -349,8 +356,10 @@ class ObjectiveConfig:
   weight_cap: float
   kappa: float
   trust_region: Literal["behavior", "decoupled"]
-  proximal: Literal["recompute", "snapshot", "loglinear"]
+  proximal: Literal["recompute", "snapshot", "loglinear", "ewma"]
   proximal_lag: int
+  ewma_window: int
+  ewma_min_passed_fraction: float
   clip_low: float
   clip_high: float
   clip_age_decay: float
@@ -870,6 +879,8 @@ _RANGES = {
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,
   "objective.proximal_lag": _Range(0, 2**31 - 1),
+  "objective.ewma_window": _Range(0, 2**24),
+  "objective.ewma_min_passed_fraction": _Range(0, 1),
   "objective.clip_low": _FRACTION,
   "objective.clip_high": _Range(0, open_low=True, infinite=True),
   "objective.clip_age_decay": _FRACTION,

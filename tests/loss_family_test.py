@@ -11,6 +11,7 @@ from configs import (
   cispo,
   dr_grpo,
   estr,
+  ewma_ppo,
   gspo,
   loglinear_ppo,
   m2po,
@@ -40,6 +41,7 @@ CLIPPED = {
   rloo: ("advantage", "rloo"),
   loglinear_ppo: ("proximal", "loglinear"),
   snapshot_ppo: ("proximal", "snapshot"),
+  ewma_ppo: ("proximal", "ewma"),
 }
 
 
@@ -65,7 +67,7 @@ class LossFamilyTest(parameterized.TestCase):
     self._assert_trains(module, own)
 
   @pytest.mark.slow
-  @parameterized.parameters(loglinear_ppo, snapshot_ppo)
+  @parameterized.parameters(loglinear_ppo, snapshot_ppo, ewma_ppo)
   def test_proximal_policies(self, module):
     self._assert_trains(module, "train/weight_capped")
 

@@ -18,7 +18,7 @@ from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.learner import state as learner_state
 from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
-from darl_jax.objectives import policy_losses
+from darl_jax.objectives import ewma, policy_losses
 from darl_jax.sharding import rules, transfer
 from darl_jax.types import (
   Batch,
@@ -100,6 +100,11 @@ class Learner:
         self.trained_shardings,
         replicated=replicated,
       ),
+      proximal_average=(
+        ewma.ProximalAverage(self.trained_shardings, replicated)
+        if self._averages
+        else None
+      ),
     )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
     self._partition = rules.partition(mesh, rules.TRAIN_RULES)
@@ -138,10 +143,20 @@ class Learner:
     """A state at step 0, which takes all ``params`` over."""
     trained, frozen = lora.split(params)
     self.frozen = self._compact(frozen)
-    # Scalars of the optimizer come out of eager code on one device.
-    return jax.device_put(
-      learner_state.init(trained, self._optimizer), self._state_shardings
-    )
+    # Scalars come out of eager code on one device.
+    return jax.device_put(self._fresh_state(trained), self._state_shardings)
+
+  @property
+  def _averages(self) -> bool:
+    """Whether the proximal policy is an average of policies."""
+    return self._objective.proximal == "ewma"
+
+  def _fresh_state(self, trained: Params) -> TrainState:
+    state = learner_state.init(trained, self._optimizer)
+    if self._averages:
+      average = ewma.ProximalAverage.start(trained)
+      state = dataclasses.replace(state, proximal_average=average)
+    return state
 
   def _compact(self, frozen: Params) -> Params:
     dtype = jnp.dtype(self._policy.config.compute_dtype)
@@ -151,10 +166,7 @@ class Learner:
     """Shapes and shardings of a state."""
     trained, _ = lora.split(self.param_shapes)
     return _abstract(
-      jax.eval_shape(
-        lambda params: learner_state.init(params, self._optimizer), trained
-      ),
-      self._state_shardings,
+      jax.eval_shape(self._fresh_state, trained), self._state_shardings
     )
 
   def snapshot(self, params: Params, *, version: int) -> PolicySnapshot:
@@ -456,13 +468,53 @@ class Learner:
       clip_high=spread(batch.clip_high),
       versions=spread(batch.versions),
     )
+    average = state.proximal_average
+    if average is not None:
+      average = ewma.update(
+        average, state.params, window=self._objective.ewma_window
+      )
+      proximal = self._logprobs_of_all(average.params, frozen, scanned)
+      scanned = dataclasses.replace(scanned, proximal_logprobs=proximal)
     (params, opt_state), outputs = jax.lax.scan(
       functools.partial(self._minibatch, frozen),
       (state.params, state.opt_state),
       scanned,
     )
-    state = TrainState(state.step + 1, params, opt_state)
-    return state, _metrics(*outputs)
+    metrics = _metrics(*outputs)
+    if average is not None:
+      passed, tokens = self._passed(metrics)
+      metrics["train/proximal_passed"] = passed, tokens
+      average = ewma.reset_if_strayed(
+        average,
+        passed_tokens=passed,
+        tokens=tokens,
+        min_passed_fraction=self._objective.ewma_min_passed_fraction,
+      )
+      reset = (average.weight == 0).astype(jnp.float32)
+      metrics["train/proximal_resets"] = reset, jnp.float32(1)
+    state = TrainState(state.step + 1, params, opt_state, average)
+    return state, metrics
+
+  def _logprobs_of_all(
+    self, params: Params, frozen: Params, batch: Batch
+  ) -> jax.Array:
+    """[minibatches, microbatches, B, T], one microbatch at a time."""
+
+    def of_one(microbatch: Batch) -> jax.Array:
+      return self._logprobs(params, frozen, microbatch)[0]
+
+    return jax.lax.map(lambda minibatch: jax.lax.map(of_one, minibatch), batch)
+
+  def _passed(
+    self, metrics: dict[str, tuple[jax.Array, jax.Array]]
+  ) -> tuple[jax.Array, jax.Array]:
+    """Tokens that passed the mask of prox/mu and the clip, and all tokens."""
+    stopped = ["clipped_low", "clipped_high", "clipped_dual"]
+    if self._objective.behavior_weight_mode == "mask":
+      stopped.append("weight_capped")
+    tokens, _ = metrics["train/tokens"]
+    held = sum(metrics[f"train/{name}"][0] for name in stopped)
+    return tokens - held, tokens
 
 
 def _abstract(shapes: Any, shardings: Any) -> Any:

@@ -22,6 +22,7 @@ from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes, transfer
 from darl_jax.types import Batch, PolicySnapshot, Prompt, ScoreBatch
+from tests.objectives import reference
 
 _VOCAB = 42
 # Of a ScoreBatch where nothing truncates.
@@ -632,6 +633,177 @@ class LossFamilyTest(parameterized.TestCase):
       lowered = learner.programs()["train_step"]()
       shapes = jax.tree.leaves(lowered.in_avals[0][2])
       self.assertLen(shapes, len(jax.tree.leaves(batch)), loss)
+
+
+class AveragedProximalTest(parameterized.TestCase):
+  """The proximal policy that is an average of the policies so far."""
+
+  def _learners(self, window, min_passed=0.9, **keywords):
+    """Around the average, and around the policy at the start of the step."""
+    shared = dict(
+      trust_region="decoupled", behavior_weight_mode="mask", **keywords
+    )
+    return (
+      _learner(
+        proximal="ewma",
+        ewma_window=window,
+        ewma_min_passed_fraction=min_passed,
+        **shared,
+      ),
+      _learner(**shared),
+    )
+
+  def _state(self, learner, lora_rank=0):
+    host = _host_params(lora_rank=lora_rank)
+    return learner.init_state(jax.device_put(host, learner.param_shardings))
+
+  def _batch(self, learner, params, seed=0, scale=0.3):
+    """Drifted from ``params``, under which it was scored."""
+    scored, _ = learner.score(params, _score_batch())
+    scored = np.asarray(scored)
+    noise = scale * np.random.default_rng(seed).normal(size=scored.shape)
+    config = learner._config
+    return _batch(
+      config.minibatches,
+      config.microbatches,
+      behavior_logprobs=(scored + noise).astype(np.float32),
+      proximal_logprobs=scored,
+    )
+
+  @parameterized.parameters(
+    (1, 1, (1, 1, 1), 0), (2, 2, (1, 1, 1), 0), (1, 2, (2, 2, 2), 2)
+  )
+  def test_window_0_is_recompute(self, minibatches, parts, train, rank):
+    averaged, plain = self._learners(
+      0,
+      minibatches=minibatches,
+      microbatches=parts,
+      train=train,
+      lora_rank=rank,
+    )
+    got, want = (self._state(x, rank) for x in (averaged, plain))
+    self.assertIsNone(want.proximal_average)
+    for seed in range(3):
+      batch = self._batch(plain, want.params, seed)
+      got, metrics = averaged.step(got, batch)
+      want, want_metrics = plain.step(want, batch)
+      values, want_values = _values(metrics), _values(want_metrics)
+      self.assertGreater(values["train/weight_capped"], 0)
+      _assert_close(
+        {name: values[name] for name in want_values}, want_values, atol=1e-5
+      )
+      _assert_close(got.params, want.params, atol=1e-6)
+    self.assertGreater(
+      _largest_gap(want.params, self._state(plain, rank).params), 1e-3
+    )
+
+  @parameterized.parameters(((1, 1, 1), 0), ((2, 2, 2), 0), ((2, 2, 2), 2))
+  def test_is_the_average_of_the_policies_before_each_step(self, train, rank):
+    averaged, _ = self._learners(8, 0.0, train=train, lora_rank=rank)
+    state, policies = self._state(averaged, rank), []
+    layout = jax.tree.map(lambda leaf: leaf.sharding, state)
+    for seed in range(4):
+      policies.append(jax.tree.map(np.array, state.params))
+      batch = self._batch(averaged, state.params, seed)
+      state, metrics = averaged.step(state, batch)
+      self.assertEqual(_values(metrics)["train/proximal_resets"], 0)
+    want = jax.tree.map(
+      lambda *leaves: reference.ewma(leaves, window=8), *policies
+    )
+    _assert_close(state.proximal_average.params, want, atol=1e-6)
+    self.assertGreater(_largest_gap(policies[-1], want), 1e-3)
+    # Cut as the parameters are, and not by chance.
+    self.assertEqual(jax.tree.map(lambda leaf: leaf.sharding, state), layout)
+    self.assertEqual(
+      jax.tree.map(lambda leaf: leaf.sharding, state.proximal_average.params),
+      averaged.trained_shardings,
+    )
+    self.assertEqual(averaged.compiles()["train_step"], 1)
+
+  def test_the_trust_region_is_around_it(self):
+    """As if its log-probs had come with the batch."""
+    averaged, plain = self._learners(8, 0.0)
+    state = self._state(averaged)
+    for seed in range(3):
+      batch = self._batch(averaged, state.params, seed)
+      before = jax.tree.map(np.array, state)
+      state, metrics = averaged.step(state, batch)
+    # One minibatch: around the policy itself nothing would be clipped.
+    values = _values(metrics)
+    clipped = values["train/clipped_low"] + values["train/clipped_high"]
+    self.assertGreater(clipped, 0.005)
+    centre = jax.device_put(
+      state.proximal_average.params, plain.param_shardings
+    )
+    logprobs, _ = plain.score(centre, _score_batch())
+    want, want_metrics = plain.step(
+      jax.device_put(
+        dataclasses.replace(before, proximal_average=None),
+        plain._state_shardings,
+      ),
+      dataclasses.replace(
+        batch, proximal_logprobs=np.asarray(logprobs)[None, None]
+      ),
+    )
+    _assert_close(state.params, want.params, atol=1e-6)
+    want_values = _values(want_metrics)
+    _assert_close(
+      {name: values[name] for name in want_values}, want_values, atol=1e-5
+    )
+    passed = 1 - sum(
+      values[f"train/{name}"]
+      for name in (
+        "clipped_low",
+        "clipped_high",
+        "clipped_dual",
+        "weight_capped",
+      )
+    )
+    self.assertAlmostEqual(values["train/proximal_passed"], passed, places=5)
+
+  def test_starts_anew_when_too_few_tokens_pass(self):
+    averaged, _ = self._learners(8)
+    state = self._state(averaged)
+    state, metrics = averaged.step(
+      state, self._batch(averaged, state.params, scale=0.1)
+    )
+    self.assertEqual(_values(metrics)["train/proximal_resets"], 0)
+    state, metrics = averaged.step(
+      state, self._batch(averaged, state.params, scale=2.0)
+    )
+    self.assertLess(_values(metrics)["train/proximal_passed"], 0.9)
+    self.assertEqual(_values(metrics)["train/proximal_resets"], 1)
+    before = jax.tree.map(np.array, state.params)
+    batch = self._batch(averaged, state.params, scale=0.1)
+    state, metrics = averaged.step(state, batch)
+    self.assertEqual(_values(metrics)["train/proximal_resets"], 0)
+    self.assertEqual(float(state.proximal_average.weight), 1)
+    jax.tree.map(
+      np.testing.assert_array_equal, state.proximal_average.params, before
+    )
+
+  def test_a_step_without_a_token_is_no_reason_to(self):
+    averaged, _ = self._learners(8)
+    none = _batch(loss_mask=np.zeros((_ROWS, _TOKENS), bool))
+    state, metrics = averaged.step(self._state(averaged), none)
+    values = _values(metrics)
+    self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+    self.assertEqual(values["train/proximal_resets"], 0)
+    self.assertEqual(float(state.proximal_average.weight), 1)
+
+  def test_an_abstract_state_is_the_real_one(self):
+    averaged, plain = self._learners(8, train=(2, 2, 2))
+    of = lambda x: (x.shape, x.dtype, x.sharding)  # noqa: E731
+    state = self._state(averaged)
+    self.assertEqual(
+      jax.tree.map(of, state), jax.tree.map(of, averaged.abstract_state())
+    )
+    averaged.programs()["train_step"]()
+    # Where it is off, nothing is held.
+    extra = len(jax.tree.leaves(state)) - len(
+      jax.tree.leaves(plain.abstract_state())
+    )
+    self.assertEqual(extra, len(jax.tree.leaves(state.params)) + 1)
 
 
 class SkippedTest(parameterized.TestCase):

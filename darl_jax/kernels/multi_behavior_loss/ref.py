@@ -20,7 +20,8 @@ class BehaviorSums:
 
   Attributes:
     tokens: Masked-in tokens.
-    clipped_low: Tokens with A < 0 held at 1 - clip_low: no gradient.
+    clipped_low: Tokens with A < 0 held at 1 - clip_low: no gradient. Like the
+      next two, without those that ``behavior_weight_mode`` drops.
     clipped_high: Tokens with A > 0 held at 1 + clip_high: no gradient.
     clipped_dual: Tokens with A < 0 held at dual_clip: no gradient.
     ratio: Sum of pi/mu.
@@ -110,14 +111,16 @@ def multi_behavior_loss(
   advantages = numerics.masked(advantages, loss_mask)
   weights = numerics.masked(token_weights, loss_mask)
   behavior_ell = numerics.log_ratio(logprobs, behavior_logprobs, loss_mask)
-  capped = jnp.zeros_like(loss_mask)
+  capped, kept = jnp.zeros_like(loss_mask), loss_mask
   if trust_region == "decoupled":
     ratio = jnp.exp(numerics.log_ratio(logprobs, proximal_logprobs, loss_mask))
     behavior_weight = jnp.exp(
       numerics.log_ratio(proximal_logprobs, behavior_logprobs, loss_mask)
     )
     capped = loss_mask & (behavior_weight > max_behavior_weight)
-    above = max_behavior_weight if behavior_weight_mode == "truncate" else 0.0
+    above = max_behavior_weight
+    if behavior_weight_mode == "mask":
+      above, kept = 0.0, loss_mask & ~capped
     weights *= jnp.where(capped, above, behavior_weight)
   else:
     ratio = jnp.exp(behavior_ell)
@@ -136,9 +139,9 @@ def multi_behavior_loss(
   sums = _sum_by_version(
     BehaviorSums(
       tokens=loss_mask,
-      clipped_low=too_low,
-      clipped_high=too_high & (advantages > 0),
-      clipped_dual=too_high & negative,
+      clipped_low=kept & too_low,
+      clipped_high=kept & too_high & (advantages > 0),
+      clipped_dual=kept & too_high & negative,
       ratio=behavior_ratio,
       ratio_squared=jnp.square(behavior_ratio),
       kl=k3(behavior_ell, behavior_ratio),

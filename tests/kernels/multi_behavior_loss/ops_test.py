@@ -126,21 +126,22 @@ def _transcribed(batch, **settings):
     term = min(r * a, clipped * a)
     if a < 0:
       term = max(term, settings["dual_clip"] * a)
-    w = 1.0
+    w, kept = 1.0, True
     if settings["trust_region"] == "decoupled":
       w = np.exp(clamp(prox - mu))
       if w > settings["max_behavior_weight"]:
         sums["weight_capped"][v] += 1
         truncate = settings["behavior_weight_mode"] == "truncate"
         w = settings["max_behavior_weight"] if truncate else 0.0
+        kept = truncate
     loss -= c * w * term
     if term == r * a and abs(pi - centre) < 20:
       gradient[at] = -c * w * r * a
     behavior_ratio = np.exp(clamp(pi - mu))
     sums["tokens"][v] += 1
-    sums["clipped_low"][v] += a < 0 and r < 1 - low
-    sums["clipped_high"][v] += a > 0 and r > 1 + high
-    sums["clipped_dual"][v] += a < 0 and r > settings["dual_clip"]
+    sums["clipped_low"][v] += kept and a < 0 and r < 1 - low
+    sums["clipped_high"][v] += kept and a > 0 and r > 1 + high
+    sums["clipped_dual"][v] += kept and a < 0 and r > settings["dual_clip"]
     sums["ratio"][v] += behavior_ratio
     sums["ratio_squared"][v] += behavior_ratio**2
     sums["kl"][v] += behavior_ratio - 1 - np.log(behavior_ratio)
