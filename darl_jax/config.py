@@ -336,6 +336,9 @@ class ObjectiveConfig:
     estr_epsilon: Nats.
     clip_age_decay: Both clip distances shrink by this factor per version of
       age.
+    step_ess_target: An optimizer step is scaled by sqrt(min(1, s / target)), s
+      being the effective sample size of its trajectories' ratios as a share of
+      their number (VCPO); 0 for no scaling.
     dual_clip: For negative advantages the term is at least this times A.
     denominator: Tokens that the loss is divided by: all drawn ones, dead
       groups' included, or live ones only.
@@ -368,6 +371,7 @@ class ObjectiveConfig:
   m2po_max_second_moment: float
   estr_threshold: float
   estr_epsilon: float
+  step_ess_target: float
   dual_clip: float
   denominator: Literal["all", "live"]
   max_behavior_weight: float
@@ -889,6 +893,7 @@ _RANGES = {
   "objective.m2po_max_second_moment": _Range(0, infinite=True),
   "objective.estr_threshold": _Range(0, open_low=True, infinite=True),
   "objective.estr_epsilon": _POSITIVE,
+  "objective.step_ess_target": _Range(0, 1),
   "objective.dual_clip": _Range(1, open_low=True, infinite=True),
   "objective.max_behavior_weight": _Range(1, infinite=True),
   "objective.kl_coefficient": _AT_LEAST_0,

@@ -18,6 +18,7 @@ from configs import (
   rloo,
   snapshot_ppo,
   topr,
+  vcpo,
 )
 from darl_jax import config, metrics
 from tests.fixtures import runs
@@ -42,6 +43,7 @@ CLIPPED = {
   loglinear_ppo: ("proximal", "loglinear"),
   snapshot_ppo: ("proximal", "snapshot"),
   ewma_ppo: ("proximal", "ewma"),
+  vcpo: ("step_ess_target", 0.5),
 }
 
 
@@ -70,6 +72,11 @@ class LossFamilyTest(parameterized.TestCase):
   @parameterized.parameters(loglinear_ppo, snapshot_ppo, ewma_ppo)
   def test_proximal_policies(self, module):
     self._assert_trains(module, "train/weight_capped")
+
+  @pytest.mark.slow
+  @parameterized.parameters((vcpo, "train/step_scale"))
+  def test_what_goes_with_any_loss(self, module, own):
+    self._assert_trains(module, own)
 
   def _assert_trains(self, module, own):
     workdir = runs.new_workdir()

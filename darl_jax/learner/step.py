@@ -320,7 +320,33 @@ class Learner:
         estimator=objective.kl_estimator,
       )
     entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
-    return self._config.minibatches * loss, (sums, entropy_sum, own)
+    return self._config.minibatches * loss, (
+      (sums, entropy_sum, own),
+      self._trajectories(logprobs, batch),
+    )
+
+  def _trajectories(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, jax.Array] | None:
+    """Log-ratios of a microbatch's trajectories, and which there are.
+
+    Of the policy before the optimizer step, with which its gradient is taken.
+    None where nothing scales the step.
+    """
+    if not self._objective.step_ess_target:
+      return None
+    num_segments = types.row_segments(self._config.row_tokens)
+    ell = policy_losses.trajectory_log_ratio(
+      jax.lax.stop_gradient(logprobs),
+      batch.behavior_logprobs,
+      batch.loss_mask,
+      batch.segment_ids,
+      num_segments=num_segments,
+    )
+    present = policy_losses.trajectories_present(
+      batch.loss_mask, batch.segment_ids, num_segments=num_segments
+    )
+    return ell, present
 
   def _policy_loss(
     self, logprobs: jax.Array, batch: Batch
@@ -425,35 +451,49 @@ class Learner:
     params, opt_state = carry
 
     def accumulate(grads, microbatch):
-      (loss, sums), new = jax.value_and_grad(self._loss, has_aux=True)(
+      (loss, aux), new = jax.value_and_grad(self._loss, has_aux=True)(
         params, frozen, microbatch
       )
       # Cut as the parameters are, at once: each device then receives the sum
       # of its own part, and no device ever holds a whole gradient.
       new = jax.lax.with_sharding_constraint(new, self.trained_shardings)
-      return jax.tree.map(jnp.add, grads, new), (loss, sums)
+      return jax.tree.map(jnp.add, grads, new), (loss, *aux)
 
     zeros = jax.lax.with_sharding_constraint(
       jax.tree.map(jnp.zeros_like, params), self.trained_shardings
     )
-    grads, (losses, sums) = jax.lax.scan(accumulate, zeros, batch)
+    grads, (losses, sums, trajectories) = jax.lax.scan(accumulate, zeros, batch)
     loss = jnp.sum(losses)
     sums, entropy, own = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
     norm = optax.tree.norm(grads)
     tokens = jnp.sum(sums.tokens)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     usable = (tokens > 0) & finite
+    scaling = self._step_scale(trajectories)
 
     def update(_):
       updates, new = self._optimizer.update(grads, opt_state, params)
+      if scaling:  # After Adam, which would undo it.
+        updates = optax.tree.scale(scaling["step_scale"], updates)
       return optax.apply_updates(params, updates), new
 
     carry = jax.lax.cond(usable, update, lambda _: (params, opt_state), None)
     # What was not trained on is not counted, nor may its NaN reach a metric.
-    sums, entropy, own = jax.tree.map(
-      lambda x: jnp.where(usable, x, 0.0), (sums, entropy, own)
+    sums, entropy, own, scaling = jax.tree.map(
+      lambda x: jnp.where(usable, x, 0.0), (sums, entropy, own, scaling)
     )
-    return carry, (loss, norm, usable, finite, entropy, sums, own)
+    return carry, (loss, norm, usable, finite, entropy, sums, own, scaling)
+
+  def _step_scale(
+    self, trajectories: tuple[jax.Array, jax.Array] | None
+  ) -> dict[str, jax.Array]:
+    """VCPO's factor of the optimizer's update, and why; {} for none."""
+    if trajectories is None:
+      return {}
+    scale, ess_fraction = policy_losses.vcpo_scale(
+      *trajectories, base_ess_fraction=self._objective.step_ess_target
+    )
+    return {"step_scale": scale, "trajectory_ess_fraction": ess_fraction}
 
   def _train_step(self, state: TrainState, frozen: Params, batch: Batch):
     microbatches = batch.tokens.shape[:2]
@@ -528,7 +568,7 @@ def _abstract(shapes: Any, shardings: Any) -> Any:
   )
 
 
-def _metrics(losses, norms, usable, finite, entropy, sums, own):
+def _metrics(losses, norms, usable, finite, entropy, sums, own, scaling):
   """(sum, count) pairs from arrays [M] and per-version sums [M, E].
 
   A loss's own metrics, of the same name, come in place of the kernel's.
@@ -543,7 +583,7 @@ def _metrics(losses, norms, usable, finite, entropy, sums, own):
   used = usable.astype(jnp.float32)
   norm = jnp.sum(jnp.where(usable, norms, 0.0))
   non_finite = jnp.sum(jnp.logical_not(finite).astype(jnp.float32))
-  return {
+  metrics = {
     "train/loss": (jnp.sum(jnp.where(usable, losses, 0.0)), minibatches),
     "train/grad_norm": (norm, jnp.sum(used)),
     "train/skipped": (minibatches - jnp.sum(used), jnp.float32(1)),
@@ -557,4 +597,9 @@ def _metrics(losses, norms, usable, finite, entropy, sums, own):
     "train/clipped_dual": (total.clipped_dual, tokens),
     "train/weight_capped": (total.weight_capped, tokens),
     "train/ess_fraction": (jnp.sum(ess), tokens),
-  } | {f"train/{name}": (jnp.sum(own[name]), tokens) for name in own}
+  }
+  metrics |= {f"train/{name}": (jnp.sum(own[name]), tokens) for name in own}
+  return metrics | {
+    f"train/{name}": (jnp.sum(values), jnp.sum(used))
+    for name, values in scaling.items()
+  }

@@ -635,6 +635,101 @@ class LossFamilyTest(parameterized.TestCase):
       self.assertLen(shapes, len(jax.tree.leaves(batch)), loss)
 
 
+class StepScaleTest(parameterized.TestCase):
+  """VCPO: what the optimizer does, times what its samples are worth."""
+
+  _TARGET = 0.9
+
+  def _batch(self, *shape, **changes):
+    """Drifted, and some of it from other policies."""
+    scored, _ = _learner().score(_params(_learner()), _score_batch())
+    noise = np.random.default_rng(1).normal(scale=0.8, size=(_ROWS, _TOKENS))
+    behavior = (np.asarray(scored) + noise).astype(np.float32)
+    return _batch(*shape, **dict(behavior_logprobs=behavior) | changes)
+
+  def _ess_fraction(self, params, batch):
+    """In float64, from the scoring pass."""
+    logprobs, _ = _learner().score(params, _score_batch())
+    ell = np.asarray(logprobs, np.float64) - batch.behavior_logprobs[0, 0]
+    totals = [
+      ell[row][batch.loss_mask[0, 0, row] & (segments == i)].sum()
+      for row, segments in enumerate(batch.segment_ids[0, 0])
+      for i in (1, 2)
+    ]
+    weights = np.exp(totals)
+    ess = weights.sum() ** 2 / np.square(weights).sum()
+    return ess / len(weights)
+
+  @parameterized.parameters("clipped", "topr")
+  def test_scales_what_the_optimizer_does(self, loss):
+    plain, scaled = (
+      _learner(loss=loss),
+      _learner(loss=loss, step_ess_target=self._TARGET),
+    )
+    batch = self._batch()
+    fraction = self._ess_fraction(_params(plain), batch)
+    scale = np.sqrt(fraction / self._TARGET)
+    self.assertBetween(scale, 0.2, 0.95)
+    want, want_metrics = plain.step(_state(plain), batch)
+    got, metrics = scaled.step(_state(scaled), batch)
+    values, want_values = _values(metrics), _values(want_metrics)
+    self.assertAlmostEqual(values.pop("train/step_scale"), scale, places=5)
+    self.assertAlmostEqual(
+      values.pop("train/trajectory_ess_fraction"), fraction, places=5
+    )
+    _assert_close(values, want_values, atol=1e-6)
+    moved = jax.tree.map(
+      lambda new, old: old + scale * (np.asarray(new) - old),
+      want.params,
+      _host_params(),
+    )
+    _assert_close(got.params, moved, atol=1e-6)
+    self.assertGreater(_largest_gap(got.params, want.params), 1e-4)
+    # The moments are those of the whole gradient.
+    _assert_close(got.opt_state, want.opt_state, atol=1e-6)
+
+  @parameterized.parameters(
+    (1, 4, (1, 1, 1)), (1, 2, (2, 2, 2)), (1, 1, (2, 2, 1))
+  )
+  def test_is_of_the_whole_optimizer_batch(self, minibatches, parts, train):
+    whole = _learner(step_ess_target=self._TARGET)
+    cut = _learner(
+      step_ess_target=self._TARGET, microbatches=parts, train=train
+    )
+    want, want_metrics = whole.step(_state(whole), self._batch())
+    got, metrics = cut.step(_state(cut), self._batch(minibatches, parts))
+    _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+
+  def test_each_optimizer_step_has_its_own(self):
+    learner = _learner(step_ess_target=self._TARGET, minibatches=2)
+    batch = self._batch(2)
+    spoiled = dataclasses.replace(
+      batch, behavior_logprobs=batch.behavior_logprobs.copy()
+    )
+    # The second one's trajectories have one that outweighs all others.
+    spoiled.behavior_logprobs[1, 0, 0] -= 5
+    _, metrics = learner.step(_state(learner), batch)
+    _, spoiled_metrics = learner.step(_state(learner), spoiled)
+    name = "train/step_scale"
+    self.assertLess(
+      _values(spoiled_metrics)[name], _values(metrics)[name] - 0.1
+    )
+    self.assertEqual(float(metrics[name][1]), 2)
+
+  def test_what_is_skipped_has_none(self):
+    learner = _learner(step_ess_target=self._TARGET)
+    for changes in (
+      dict(loss_mask=np.zeros((_ROWS, _TOKENS), bool)),
+      dict(behavior_logprobs=np.full((_ROWS, _TOKENS), np.nan, "f4")),
+    ):
+      state, metrics = learner.step(_state(learner), self._batch(**changes))
+      values = _values(metrics)
+      self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+      self.assertEqual(float(metrics["train/step_scale"][1]), 0)
+      self.assertEqual(_largest_gap(state.params, _host_params()), 0)
+
+
 class AveragedProximalTest(parameterized.TestCase):
   """The proximal policy that is an average of the policies so far."""
 

@@ -91,6 +91,7 @@ def make_objective(**changes) -> config_lib.ObjectiveConfig:
     m2po_max_second_moment=0.04,
     estr_threshold=0.1,
     estr_epsilon=0.01,
+    step_ess_target=0.0,
     dual_clip=3.0,
     denominator="live",
     max_behavior_weight=2.0,
