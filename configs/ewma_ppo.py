@@ -13,5 +13,5 @@ def get_config() -> config_dict.ConfigDict:
   config = decoupled_ppo.get_config()
   config.objective.proximal = "ewma"
   config.objective.ewma_window = config.replay.max_staleness
-  config.objective.behavior_weight_mode = "mask"
+  config.objective.behavior_weight_mode = "band"
   return config

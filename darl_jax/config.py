@@ -343,7 +343,8 @@ class ObjectiveConfig:
     denominator: Tokens that the loss is divided by: all drawn ones, dead
       groups' included, or live ones only.
     max_behavior_weight: Cap of prox/mu in the decoupled trust region.
-    behavior_weight_mode: What happens above that cap.
+    behavior_weight_mode: Above that cap the weight is truncated to it, or the
+      token masked; ``band`` masks those below the cap's inverse, too.
     kl_coefficient: Weight in the loss of an estimate of KL(mu || pi), nats, mu
       being the policy that sampled the token; 0 for none.
     kl_estimator: Which estimate: k1, k2 or k3.
@@ -375,7 +376,7 @@ class ObjectiveConfig:
   dual_clip: float
   denominator: Literal["all", "live"]
   max_behavior_weight: float
-  behavior_weight_mode: Literal["truncate", "mask"]
+  behavior_weight_mode: Literal["truncate", "mask", "band"]
   kl_coefficient: float
   kl_estimator: Literal["k1", "k2", "k3"]
   max_versions: int

@@ -550,7 +550,7 @@ class Learner:
   ) -> tuple[jax.Array, jax.Array]:
     """Tokens that passed the mask of prox/mu and the clip, and all tokens."""
     stopped = ["clipped_low", "clipped_high", "clipped_dual"]
-    if self._objective.behavior_weight_mode == "mask":
+    if self._objective.behavior_weight_mode != "truncate":
       stopped.append("weight_capped")
     tokens, _ = metrics["train/tokens"]
     held = sum(metrics[f"train/{name}"][0] for name in stopped)

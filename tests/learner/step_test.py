@@ -736,7 +736,7 @@ class AveragedProximalTest(parameterized.TestCase):
   def _learners(self, window, min_passed=0.9, **keywords):
     """Around the average, and around the policy at the start of the step."""
     shared = dict(
-      trust_region="decoupled", behavior_weight_mode="mask", **keywords
+      trust_region="decoupled", behavior_weight_mode="band", **keywords
     )
     return (
       _learner(

@@ -38,7 +38,7 @@ class Settings:
   trust_region: Literal["behavior", "decoupled"]
   dual_clip: float
   max_behavior_weight: float
-  behavior_weight_mode: Literal["truncate", "mask"]
+  behavior_weight_mode: Literal["truncate", "mask", "band"]
 
 
 class Result(NamedTuple):
@@ -358,7 +358,9 @@ def _by_token(
     weight = jnp.exp(clamp(proximal[0] - behavior_logprobs))
     capped = weight > settings.max_behavior_weight
     above = settings.max_behavior_weight
-    if settings.behavior_weight_mode == "mask":
+    if settings.behavior_weight_mode == "band":
+      capped |= weight < 1.0 / settings.max_behavior_weight
+    if settings.behavior_weight_mode != "truncate":
       above, kept = 0.0, ~capped
     weights *= jnp.where(capped, above, weight)
 

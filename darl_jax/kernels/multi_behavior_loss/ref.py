@@ -28,8 +28,8 @@ class BehaviorSums:
     ratio_squared: Sum of (pi/mu)^2; with ``ratio``, the effective sample size.
     kl: Sum of k3 = r - 1 - log r, r = pi/mu, nats: on tokens sampled from mu an
       unbiased, non-negative estimate of KL(mu || pi).
-    weight_capped: Tokens with prox/mu above its cap; 0 under the trust region
-      ``behavior``.
+    weight_capped: Tokens with prox/mu above its cap, or below that of mu/prox
+      under the mode ``band``; 0 under the trust region ``behavior``.
   """
 
   tokens: jax.Array
@@ -56,7 +56,7 @@ def multi_behavior_loss(
   trust_region: Literal["behavior", "decoupled"],
   dual_clip: float,
   max_behavior_weight: float,
-  behavior_weight_mode: Literal["truncate", "mask"],
+  behavior_weight_mode: Literal["truncate", "mask", "band"],
 ) -> tuple[jax.Array, BehaviorSums]:
   """Clipped surrogate over samples of several behavior policies.
 
@@ -66,17 +66,18 @@ def multi_behavior_loss(
 
     behavior:   r = pi/mu_v,    w = 1
     decoupled:  r = pi/prox,    w = min(prox/mu_v, max_behavior_weight), or 0
-                above that cap under the mode ``mask``
+                above that cap under the mode ``mask``, or 0 outside
+                [1/max_behavior_weight, max_behavior_weight] under ``band``
 
   For a given sign of A each term is A times a bounded ratio, with bounds
   (0, 1 + hi) for A >= 0 and (1 - lo, c) for A < 0; that is how it is computed.
   A ratio exactly on a bound keeps its gradient; one outside has none.
 
   Source: method 2.3, our reconstruction of D-ARL's objective; ``decoupled`` as
-  in arXiv:2110.00641 and arXiv:2505.24298; c is dual-clip PPO
-  (arXiv:1912.09729). The learner multiplies by the number of minibatches M.
-  Losses of microbatches add up: there is no mean in here, the weights c_it hold
-  every denominator.
+  in arXiv:2110.00641 and arXiv:2505.24298, its band as in arXiv:2605.12070; c
+  is dual-clip PPO (arXiv:1912.09729). The learner multiplies by the number of
+  minibatches M. Losses of microbatches add up: there is no mean in here, the
+  weights c_it hold every denominator.
 
   Gradients flow through ``logprobs`` only. Masked slots may hold anything,
   NaN and infinity included. All log-ratios are clamped to [-20, 20]; beyond
@@ -97,7 +98,8 @@ def multi_behavior_loss(
     dual_clip: c > 1; inf for none.
     max_behavior_weight: Cap of prox/mu_v, >= 1; inf for none.
     behavior_weight_mode: Above the cap: truncate to it, or drop the token
-      (whose share of the denominator remains).
+      (whose share of the denominator remains); ``band`` drops those below its
+      inverse, too.
 
   Returns:
     loss: float32 [], 0 if every token is masked.
@@ -119,7 +121,9 @@ def multi_behavior_loss(
     )
     capped = loss_mask & (behavior_weight > max_behavior_weight)
     above = max_behavior_weight
-    if behavior_weight_mode == "mask":
+    if behavior_weight_mode == "band":
+      capped |= loss_mask & (behavior_weight < 1.0 / max_behavior_weight)
+    if behavior_weight_mode != "truncate":
       above, kept = 0.0, loss_mask & ~capped
     weights *= jnp.where(capped, above, behavior_weight)
   else:

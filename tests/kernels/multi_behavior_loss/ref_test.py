@@ -27,6 +27,7 @@ _SETTINGS = (
   _BEHAVIOR,
   _DECOUPLED,
   dict(_DECOUPLED, behavior_weight_mode="mask"),
+  dict(_DECOUPLED, behavior_weight_mode="band", max_behavior_weight=1.3),
   dict(_DECOUPLED, dual_clip=np.inf, max_behavior_weight=np.inf),
 )
 
@@ -83,6 +84,8 @@ def _float64(batch, settings):
   if decoupled:
     w = np.exp(np.clip(prox - mu, -20, 20))
     capped = w > most
+    if settings["behavior_weight_mode"] == "band":
+      capped |= w < 1 / most
     truncate = settings["behavior_weight_mode"] == "truncate"
     w = np.where(capped, most if truncate else 0.0, w)
     kept = ~capped | truncate
