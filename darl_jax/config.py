@@ -356,8 +356,15 @@ class ObjectiveConfig:
       with the behavior ratio as a detached weight.
     proximal: The proximal policy of the decoupled trust region: the policy at
       the start of the step; the ring's snapshot that sampled the token, scored
-      by the learner; or log-linear between that and the current one.
+      by the learner; log-linear between that and the current one; or ``ewma``,
+      an average of the policies so far, kept and scored by the learner.
     proximal_lag: Versions that the log-linear one is behind the current one.
+    ewma_window: W, versions: the average weighs each policy by b = W / (W + 2)
+      of its successor, which makes it W / 2 versions old; 0 is the policy at
+      the start of the step.
+    ewma_min_passed_fraction: The average starts anew after a step of which a
+      smaller share of the tokens passes the mask of prox/mu and the clip; 0
+      never does.
     clip_low: The ratio is clipped below at 1 - clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
     gspo_clip_low: As clip_low, of the ratio of a trajectory under ``gspo``.
@@ -369,11 +376,15 @@ class ObjectiveConfig:
     estr_epsilon: Nats.
     clip_age_decay: Both clip distances shrink by this factor per version of
       age.
+    step_ess_target: An optimizer step is scaled by sqrt(min(1, s / target)), s
+      being the effective sample size of its trajectories' ratios as a share of
+      their number (VCPO); 0 for no scaling.
     dual_clip: For negative advantages the term is at least this times A.
     denominator: Tokens that the loss is divided by: all drawn ones, dead
       groups' included, or live ones only.
     max_behavior_weight: Cap of prox/mu in the decoupled trust region.
-    behavior_weight_mode: What happens above that cap.
+    behavior_weight_mode: Above that cap the weight is truncated to it, or the
+      token masked; ``band`` masks those below the cap's inverse, too.
     kl_coefficient: Weight in the loss of an estimate of KL(mu || pi), nats, mu
       being the policy that sampled the token; 0 for none.
     kl_estimator: Which estimate: k1, k2 or k3.
@@ -394,8 +405,10 @@ class ObjectiveConfig:
   weight_cap: float
   kappa: float
   trust_region: Literal["behavior", "decoupled"]
-  proximal: Literal["recompute", "snapshot", "loglinear"]
+  proximal: Literal["recompute", "snapshot", "loglinear", "ewma"]
   proximal_lag: int
+  ewma_window: int
+  ewma_min_passed_fraction: float
   clip_low: float
   clip_high: float
   clip_age_decay: float
@@ -404,10 +417,11 @@ class ObjectiveConfig:
   m2po_max_second_moment: float
   estr_threshold: float
   estr_epsilon: float
+  step_ess_target: float
   dual_clip: float
   denominator: Literal["all", "live"]
   max_behavior_weight: float
-  behavior_weight_mode: Literal["truncate", "mask"]
+  behavior_weight_mode: Literal["truncate", "mask", "band"]
   kl_coefficient: float
   kl_estimator: Literal["k1", "k2", "k3"]
   max_versions: int
@@ -946,6 +960,8 @@ _RANGES = {
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,
   "objective.proximal_lag": _Range(0, 2**31 - 1),
+  "objective.ewma_window": _Range(0, 2**24),
+  "objective.ewma_min_passed_fraction": _Range(0, 1),
   "objective.clip_low": _FRACTION,
   "objective.clip_high": _Range(0, open_low=True, infinite=True),
   "objective.clip_age_decay": _FRACTION,
@@ -954,6 +970,7 @@ _RANGES = {
   "objective.m2po_max_second_moment": _Range(0, infinite=True),
   "objective.estr_threshold": _Range(0, open_low=True, infinite=True),
   "objective.estr_epsilon": _POSITIVE,
+  "objective.step_ess_target": _Range(0, 1),
   "objective.dual_clip": _Range(1, open_low=True, infinite=True),
   "objective.max_behavior_weight": _Range(1, infinite=True),
   "objective.kl_coefficient": _AT_LEAST_0,

@@ -691,7 +691,7 @@ def _proximal(
     ValueError: Those under the snapshots are wanted, and not given.
   """
   match objective.proximal:
-    case "recompute":
+    case "recompute" | "ewma":  # The learner scores under its average.
       return scored
     case "loglinear":
       return np.asarray(

@@ -81,6 +81,8 @@ def make_objective(**changes) -> config_lib.ObjectiveConfig:
     trust_region="behavior",
     proximal="recompute",
     proximal_lag=1,
+    ewma_window=3,
+    ewma_min_passed_fraction=0.9,
     clip_low=0.2,
     clip_high=0.28,
     clip_age_decay=1.0,
@@ -89,6 +91,7 @@ def make_objective(**changes) -> config_lib.ObjectiveConfig:
     m2po_max_second_moment=0.04,
     estr_threshold=0.1,
     estr_epsilon=0.01,
+    step_ess_target=0.0,
     dual_clip=3.0,
     denominator="live",
     max_behavior_weight=2.0,
@@ -749,6 +752,7 @@ class ProximalTest(parameterized.TestCase):
     snapshot = np.where(mask, behavior + 0.25, np.nan).astype(np.float32)
     for expected, keywords in (
       (scores, dict(proximal="recompute")),
+      (scores, dict(proximal="ewma")),
       (snapshot, dict(proximal="snapshot", snapshot_logprobs=snapshot)),
       (behavior + share * (scores - behavior), dict(proximal="loglinear")),
     ):
