@@ -6,10 +6,10 @@
 
 ``tune`` chooses each method's settings at one staleness by successive halving,
 on seeds that the table does not use: all of a grid run half as long on one
-seed, the best two of them to the end on two. ``table`` runs every method with
-its chosen settings on the reported seeds. Each run appends one JSON line to the
-file, and runs that have their line are not done again: stop it at any time, and
-the same command goes on. ``lab_report.py`` reads the lines.
+seed, the best two of them to the end on another. ``table`` runs every method
+with its chosen settings on the reported seeds. Each run appends one JSON line
+to the file, and runs that have their line are not done again: stop it at any
+time, and the same command goes on. ``lab_report.py`` reads the lines.
 
 Runs share nothing but the file: one process per core, one thread each.
 """
@@ -29,7 +29,7 @@ import tqdm
 
 _STEPS = 240
 _TUNED_AT = "uniform:64"
-_TUNING_SEEDS = (1, 2)
+_HALVING_SEED, _FINAL_SEED = 1, 2
 _FIRST_SEED = 101
 _FINALISTS = 2
 
@@ -92,24 +92,21 @@ def halving_jobs(task: str, method: str) -> list[Job]:
 
   staleness = "uniform:0" if METHODS[method].synchronous else _TUNED_AT
   return [
-    Job(
-      "halving", task, method, i, staleness, _TUNING_SEEDS[0], _STEPS // 2
-    )
+    Job("halving", task, method, i, staleness, _HALVING_SEED, _STEPS // 2)
     for i in range(len(METHODS[method].grid))
   ]
 
 
 def final_jobs(rows: Rows, task: str, method: str) -> list[Job]:
-  """The best of the first stage, to the end, on all tuning seeds."""
+  """The best of the first stage, to the end."""
   ranked = sorted(
     halving_jobs(task, method),
     key=lambda job: tuning_score(rows[job]),
     reverse=True,
   )
   return [
-    job._replace(stage="final", seed=seed, steps=_STEPS)
+    job._replace(stage="final", seed=_FINAL_SEED, steps=_STEPS)
     for job in ranked[:_FINALISTS]
-    for seed in _TUNING_SEEDS
   ]
 
 
@@ -119,10 +116,10 @@ def chosen_settings(rows: Rows, task: str, method: str) -> int:
   Raises:
     KeyError: The method is not tuned yet.
   """
-  by_settings: dict[int, list[float]] = {}
-  for job in final_jobs(rows, task, method):
-    by_settings.setdefault(job.settings, []).append(tuning_score(rows[job]))
-  return max(by_settings, key=lambda index: sum(by_settings[index]))
+  best = max(
+    final_jobs(rows, task, method), key=lambda job: tuning_score(rows[job])
+  )
+  return best.settings
 
 
 def table_jobs(
@@ -161,7 +158,7 @@ def _lab(task: str, folder: str):
     lab_methods.METHODS["sync_grpo"],
     {},
     bound=0,
-    steps=1,
+    steps=_STEPS,
   )
   return lab_run.Lab(base, pathlib.Path(folder) / task)
 

@@ -5,7 +5,7 @@ published (each sample is used for one step), and with the ring: D-ARL's K, its
 most uses of a sample and its filter of dead groups, with samples drawn at
 random. Every tuned method has six settings to choose from, three learning rates
 times two values of the knob that its paper names; without such a knob, six
-learning rates.
+learning rates. With the ring it has the settings that were chosen without.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ class Method:
     name: Unique.
     changes: Of the base config, by the dotted names of fields.
     ring: Whether samples are kept and used again.
-    grid: Settings to choose from by tuning; empty for a control.
-    settings_of: For a control, the method whose settings it has.
+    grid: Settings to choose from by tuning; maybe none.
+    settings_of: The method whose settings it has, if it is not tuned itself.
     synchronous: Compared at S = 0 only.
   """
 
@@ -110,11 +110,16 @@ _RIVALS: dict[str, tuple[Changes, tuple[Changes, ...]]] = {
     ),
   ),
   "ewma_ppo": (
-    {"objective.trust_region": "decoupled", "objective.proximal": "ewma"},
+    {
+      "objective.trust_region": "decoupled",
+      "objective.proximal": "ewma",
+      "objective.behavior_weight_mode": "band",
+      "objective.max_behavior_weight": 5.0,
+    },
     _grid(
       _RATES,
-      {"objective.ewma_window": 8.0},
-      {"objective.ewma_window": 64.0},
+      {"objective.ewma_window": 8},
+      {"objective.ewma_window": 64},
     ),
   ),
   "m2po": (
@@ -163,8 +168,8 @@ _DARL = {
 }
 _DARL_GRID = _grid(
   (1e-3, 1.5e-3, 2e-3),
-  {"replay.reject_fraction": 0.35},
-  {"replay.reject_fraction": 0.5},
+  {"replay.reject_fraction": 0.5, "replay.max_metric": 0.5},
+  {"replay.reject_fraction": 0.0, "replay.max_metric": 0.2},
 )
 _DARL_CISPO = {**_DARL, "objective.loss": "cispo"}
 
@@ -189,9 +194,12 @@ METHODS: dict[str, Method] = {
       synchronous=True,
     ),
     *(
-      Method(name + suffix, changes, ring=bool(suffix), grid=grid)
-      for suffix in ("", "+ring")
+      Method(name, changes, ring=False, grid=grid)
       for name, (changes, grid) in _RIVALS.items()
+    ),
+    *(
+      Method(f"{name}+ring", changes, ring=True, settings_of=name)
+      for name, (changes, _) in _RIVALS.items()
     ),
     Method("darl", _DARL_CISPO, ring=True, grid=_DARL_GRID),
     Method("darl_clipped", _DARL, ring=True, grid=_DARL_GRID),
@@ -252,6 +260,7 @@ def _base(task: Task, *, steps: int) -> config_dict.ConfigDict:
     metric="second_moment",
     max_metric=_INF,
     reject_fraction=0.0,
+    max_candidates=samples,
     min_batch=16,
   )
   config.objective.update(behavior_weighting="pooled")

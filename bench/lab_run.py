@@ -111,9 +111,7 @@ class Lab:
     )
     self._engine = make_engine(config.rollout)
     self._greedy = make_engine(
-      dataclasses.replace(
-        config.rollout, samples_per_prompt=1, temperature=0.0
-      )
+      dataclasses.replace(config.rollout, samples_per_prompt=1, temperature=0.0)
     )
     task = dataset.verifier_task(
       config.prompts, seed=config.seed, rewards=config.rewards
@@ -167,11 +165,14 @@ class Lab:
         seed=seed,
         advance=lambda _: None,
       )
-      names = [jax.tree_util.keystr(k) for k, _ in _leaves(params)]
-      path.parent.mkdir(parents=True, exist_ok=True)
       partial = path.with_suffix(f".{time.monotonic_ns()}")
+      path.parent.mkdir(parents=True, exist_ok=True)
       save_file(
-        dict(zip(names, map(np.asarray, jax.tree.leaves(params)))), partial
+        {
+          jax.tree_util.keystr(key): np.asarray(leaf)
+          for key, leaf in _leaves(params)
+        },
+        partial,
       )
       partial.rename(path)
     saved = load_file(path)
@@ -264,8 +265,8 @@ class _Run:
       seed=seed,
     )
     # What is sampled by a version, for which step; and what is due at a step.
-    self._planned: dict[int, list[tuple[int, Prompt]]] = collections.defaultdict(
-      list
+    self._planned: dict[int, list[tuple[int, Prompt]]] = (
+      collections.defaultdict(list)
     )
     self._due: dict[int, list[TrajectoryGroup]] = collections.defaultdict(list)
     self._held: dict[int, PolicySnapshot] = {}
@@ -367,7 +368,6 @@ class _Run:
     asked = selection.candidates(
       np.array([entry.age for entry in pool.entries]),
       replay,
-      batch_size=config.learner.batch_size,
       rng=rng,
     )
     entries = [pool.entries[i] for i in asked]

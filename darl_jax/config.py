@@ -305,6 +305,8 @@ class ReplayConfig:
     keep_fraction: Share of the pool that keep_best keeps.
     reject_fraction: Worst share of the pool that reject_worst drops.
     max_metric: Hard bound on the metric in either of these; inf for none.
+    max_candidates: Most trajectories of the ring that are scored for a step,
+      drawn anew each time (the youngest under ``newest``); 0 for all.
     min_batch: Fewest selected trajectories to train on.
     snapshot_bytes: Budget of host memory for snapshots' parameters.
     trajectory_bytes: Budget of host memory for trajectories.
@@ -953,6 +955,7 @@ _RANGES = {
   "replay.keep_fraction": _FRACTION,
   "replay.reject_fraction": _Range(0, 1, open_high=True),
   "replay.max_metric": _Range(-math.inf, open_low=True, infinite=True),
+  "replay.max_candidates": _Range(0, 2**31 - 1),
   "replay.min_batch": _COUNT,
   "replay.snapshot_bytes": _AT_LEAST_1,
   "replay.trajectory_bytes": _AT_LEAST_1,
@@ -1049,6 +1052,21 @@ def _check_prompts(c: Any) -> list[str]:
       "prompts.tokenizer or model.checkpoint."
     )
   return problems
+
+
+def _check_candidates(c: Any) -> list[str]:
+  replay = c.replay
+  share = 1 - replay.reject_fraction
+  if replay.selection_mode == "keep_best":
+    share = replay.keep_fraction
+  least = math.ceil(replay.min_batch / share - 1e-9)
+  if replay.max_candidates == 0 or replay.max_candidates >= least:
+    return []
+  return [
+    f"replay.max_candidates = {replay.max_candidates} leaves fewer than "
+    f"replay.min_batch = {replay.min_batch} to train on, so no step could "
+    f"start. Try replay.max_candidates={least}, or 0 to score all."
+  ]
 
 
 def _check_batch(c: Any) -> list[str]:
@@ -1559,6 +1577,7 @@ def _check_stop_on(c: Any) -> list[str]:
 
 _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_prompts,
+  _check_candidates,
   _check_batch,
   _check_rows,
   _check_score_rows,

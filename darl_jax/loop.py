@@ -633,7 +633,14 @@ class Run:
         raise
       finally:
         self.summary.learner_waited(time.monotonic() - start)
-      plan = batching.ScoringPlan.of(pool.entries, config.learner)
+      asked = selection.candidates(
+        np.array([entry.age for entry in pool.entries]),
+        replay,
+        rng=rng,
+      )
+      plan = batching.ScoringPlan.of(
+        [pool.entries[i] for i in asked], config.learner
+      )
       # All are dispatched before the first is waited for.
       results = [self.learner.score(params, batch) for batch in plan.batches]
       stats = plan.statistics([moments for _, moments in results])
@@ -646,7 +653,7 @@ class Run:
       needed = len(pool) + 1
       barred = (
         f"replay.max_metric = {replay.max_metric:g} bars all but {len(kept)} "
-        f"of {len(pool)} trajectories, and replay.min_batch = "
+        f"of {len(asked)} trajectories, and replay.min_batch = "
         f"{replay.min_batch} are needed; their mean {replay.metric} is "
         f"{selection.mismatch(stats, metric=replay.metric).mean():.3g}. "
         "Try a greater replay.max_metric, or a smaller learning rate."
@@ -655,12 +662,12 @@ class Run:
     per_token = plan.per_token([logprobs for logprobs, _ in results])
     return Chosen(
       pool=pool,
-      entries=[pool.entries[i] for i in kept],
+      entries=[plan.entries[i] for i in kept],
       logprobs=plan.tokens_of(per_token, kept),
       rng=rng,
       report={
         **_prefixed("select", report),
-        **self.parity.newest(pool, plan, per_token),
+        **self.parity.newest(plan, per_token, version=pool.version),
         **(
           {}
           # As often as answers are evaluated: it computes much again.

@@ -116,29 +116,23 @@ def candidates(
   ages: np.ndarray,
   config: config_lib.ReplayConfig,
   *,
-  batch_size: int,
   rng: np.random.Generator,
 ) -> np.ndarray:
   """Which trajectories of the pool are scored for a step.
 
   A uniform draw of ``config.max_candidates``, so that a large ring costs no
-  more than that. The controls need no metric: what they would take is all that
-  is scored.
+  more than that; the youngest where those are what the mode takes.
 
   Args:
     ages: int [n], in learner steps.
     config: The mode and its numbers.
-    batch_size: Most trajectories that a step takes.
     rng: Of the draw.
 
   Returns:
     int64 [at most n], ascending indices.
   """
   n = len(ages)
-  if config.selection_mode in ("random", "newest"):
-    most = batch_size
-  else:
-    most = config.max_candidates or n
+  most = config.max_candidates or n
   if most >= n:
     return np.arange(n)
   drawn = rng.permutation(n)

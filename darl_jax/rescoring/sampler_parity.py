@@ -21,7 +21,7 @@ class SamplerParity:
     self._rescorer = rescorer
 
   def newest(
-    self, pool: Pool, plan: ScoringPlan, per_token: np.ndarray
+    self, plan: ScoringPlan, per_token: np.ndarray, *, version: int
   ) -> dict[str, float]:
     """Per token, of the newest trajectories that one version sampled whole.
 
@@ -29,23 +29,23 @@ class SamplerParity:
     some, computed again.
 
     Args:
-      pool: What was scored.
-      plan: How.
+      plan: What was scored, and how.
       per_token: Its log-probs.
+      version: That it was scored under.
     """
     whole = [
       (entry.trajectory.begun_by, i)
-      for i, entry in enumerate(pool.entries)
+      for i, entry in enumerate(plan.entries)
       if entry.trajectory.policy_version[-1] == entry.trajectory.begun_by
     ]
     if not whole:
       return {}
     sampler, _ = max(whole)
-    newest = np.array([i for version, i in whole if version == sampler])
-    if sampler != pool.version:
+    newest = np.array([i for begun_by, i in whole if begun_by == sampler])
+    if sampler != version:
       newest = newest[:_NUM_RESCORED]
-    chosen = [pool.entries[i] for i in newest]
-    if sampler == pool.version:
+    chosen = [plan.entries[i] for i in newest]
+    if sampler == version:
       logprobs = plan.tokens_of(per_token, newest)
     else:
       try:

@@ -24,6 +24,7 @@ def make_config(**changes) -> config_lib.ReplayConfig:
     keep_fraction=0.5,
     reject_fraction=0.25,
     max_metric=INF,
+    max_candidates=0,
     min_batch=2,
     snapshot_bytes=1,
     trajectory_bytes=1,
@@ -123,6 +124,50 @@ class MismatchTest(parameterized.TestCase):
   def test_refuses_another_metric(self):
     with self.assertRaisesRegex(ValueError, "'sum'"):
       selection.mismatch(make_stats(1), metric="sum")
+
+
+class CandidatesTest(parameterized.TestCase):
+  def _candidates(self, ages, seed=0, **changes):
+    return selection.candidates(
+      np.array(ages),
+      make_config(**changes),
+      rng=np.random.default_rng(seed),
+    ).tolist()
+
+  @parameterized.parameters(0, 5, 6)
+  def test_all_of_a_small_pool_and_no_draw(self, most):
+    rng = np.random.default_rng(0)
+    got = selection.candidates(
+      np.zeros(5, int), make_config(max_candidates=most), rng=rng
+    )
+    self.assertEqual(got.tolist(), [0, 1, 2, 3, 4])
+    # What is drawn after it is what it was without candidates.
+    self.assertEqual(rng.random(), np.random.default_rng(0).random())
+
+  @parameterized.parameters("keep_best", "reject_worst", "random")
+  def test_a_uniform_draw(self, mode):
+    counts = np.zeros(8)
+    for seed in range(800):
+      got = self._candidates(
+        range(8), seed, max_candidates=2, selection_mode=mode
+      )
+      self.assertLen(set(got), 2)
+      self.assertEqual(got, sorted(got))
+      counts[got] += 1
+    # Each 200 times on average, with a standard deviation of 12.
+    self.assertBetween(counts.min(), 150, 250)
+    self.assertBetween(counts.max(), 150, 250)
+
+  def test_the_youngest_where_they_are_taken(self):
+    ages = [3, 0, 2, 1, 2]
+    drawn = {
+      tuple(
+        self._candidates(ages, seed, max_candidates=3, selection_mode="newest")
+      )
+      for seed in range(40)
+    }
+    # Which of two equals is drawn.
+    self.assertEqual(drawn, {(1, 2, 3), (1, 3, 4)})
 
 
 class SelectTest(parameterized.TestCase):
