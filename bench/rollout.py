@@ -509,7 +509,7 @@ def main() -> None:
     cache_tokens=0,
     prefill_tokens=arguments.prefill_tokens,
     extra_samples=0,
-    update="swap",
+    weight_update="swap",
     temperature=1.0,
     top_k=0,
     top_p=1.0,

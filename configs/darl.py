@@ -45,7 +45,7 @@ def get_config() -> config_dict.ConfigDict:
       cache_tokens=0,
       prefill_tokens=256,
       extra_samples=0,
-      update="swap",
+      weight_update="swap",
       temperature=1.0,
       top_k=0,
       top_p=1.0,

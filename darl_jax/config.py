@@ -180,9 +180,9 @@ class RolloutConfig:
     prefill_tokens: That a prefill dispatch reads on each data slice.
     extra_samples: Begun for each prompt beyond G; the first G to end are kept
       and the others given up.
-    update: How running samples meet new weights: "swap" goes on with the keys
-      and values that are cached, "recompute" computes them again, and "drain"
-      takes the weights up when all running samples have ended.
+    weight_update: How running samples meet new weights: "swap" goes on with
+      the keys and values that are cached, "recompute" computes them again, and
+      "drain" takes the weights up when all running samples have ended.
     temperature: Of the sampled distribution, for sampler and learner alike,
       and so are the next three. Each truncates what the one before it left;
       then every token keeps its support, which the learner's log-probs are
@@ -209,7 +209,7 @@ class RolloutConfig:
   cache_tokens: int
   prefill_tokens: int
   extra_samples: int
-  update: Literal["swap", "recompute", "drain"]
+  weight_update: Literal["swap", "recompute", "drain"]
   temperature: float
   top_k: int
   top_p: float

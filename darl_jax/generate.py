@@ -117,7 +117,7 @@ class Generator:
         cache_tokens=0,
         prefill_tokens=max(256, max_prompt_tokens),
         extra_samples=0,
-        update="swap",
+        weight_update="swap",
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,

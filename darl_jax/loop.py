@@ -507,8 +507,8 @@ class Run:
 
     Each token of the newest trajectories that several versions sampled, against
     a forward pass of all tokens before it under the token's own version. With
-    ``rollout.update`` "recompute" that is what sampled it; with "swap" the
-    earlier keys and values were others. As often as answers are evaluated.
+    ``rollout.weight_update`` "recompute" that is what sampled it; with "swap"
+    the earlier keys and values were others. As often as answers are evaluated.
     """
     if pool.version % self.config.evaluate.every:
       return {}

@@ -30,6 +30,11 @@ def leaves(cls=config_lib.RunConfig, prefix=""):
       yield prefix + name, hint
 
 
+GROUPS = [
+  value
+  for name, value in vars(config_lib).items()
+  if name.endswith("Config") and dataclasses.is_dataclass(value)
+]
 NUMERIC = {name: hint for name, hint in leaves() if hint in (int, float)}
 
 
@@ -77,6 +82,24 @@ def changed(name, value):
   return plain(**{name.replace(".", "__"): value})
 
 
+class NamesTest(parameterized.TestCase):
+  @parameterized.parameters(*GROUPS)
+  def test_no_field_is_called_like_what_a_config_dict_has(self, cls):
+    """Else neither config.x nor --config.x would be the field."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    self.assertEmpty(names & set(dir(config_dict.ConfigDict)))
+
+  def test_a_field_of_every_group_can_be_set_by_its_path(self):
+    config = darl.get_config()
+    for name, _ in leaves():
+      *groups, field = name.split(".")
+      group = config
+      for each in groups:
+        group = getattr(group, each)
+      setattr(group, field, getattr(group, field))
+      self.assertFalse(callable(getattr(group, field)), name)
+
+
 class ParseTest(parameterized.TestCase):
   @parameterized.parameters((name,) for name in CONFIGS)
   def test_every_config_in_the_folder_parses(self, name):
@@ -118,13 +141,8 @@ class ParseTest(parameterized.TestCase):
         setattr(group, name, 1)
 
   def test_no_field_has_a_default_here(self):
-    groups = [
-      value
-      for name, value in vars(config_lib).items()
-      if name.endswith("Config") and dataclasses.is_dataclass(value)
-    ]
-    self.assertLen(groups, 13)
-    for cls in groups:
+    self.assertLen(GROUPS, 13)
+    for cls in GROUPS:
       for field in dataclasses.fields(cls):
         self.assertIs(field.default, dataclasses.MISSING, field.name)
         self.assertIs(field.default_factory, dataclasses.MISSING, field.name)

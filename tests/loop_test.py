@@ -241,7 +241,7 @@ class ResultTest(parameterized.TestCase):
       make_config(
         darl,
         num_steps=12,
-        rollout__update=update,
+        rollout__weight_update=update,
         rollout__max_response_tokens=12,
         rollout__slots=5,
         learner__row_tokens=28,

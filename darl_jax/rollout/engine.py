@@ -285,7 +285,7 @@ class Engine:
 
     Args:
       snapshot: The newest, placed as ``Placement`` does. The next chunk's
-        tokens bear its version; with ``update = "drain"`` it waits for
+        tokens bear its version; with ``weight_update = "drain"`` it waits for
         running samples.
 
     Returns:
@@ -402,7 +402,7 @@ class Engine:
     held = self._epoch
     draining = not self._take_up(snapshot)
     renewed = [[] for _ in self._schedules]
-    if self.config.update == "recompute" and self._epoch != held:
+    if self.config.weight_update == "recompute" and self._epoch != held:
       renewed = [schedule.renew(self._epoch) for schedule in self._schedules]
     running = [list(schedule.running) for schedule in self._schedules]
     prefixes = [
@@ -430,7 +430,7 @@ class Engine:
     """Whether the newest weights are held: not while samples must end first."""
     held = self._snapshot
     begun = any(schedule.begun for schedule in self._schedules)
-    waits = begun and self.config.update == "drain"
+    waits = begun and self.config.weight_update == "drain"
     if held is not None and held.params is snapshot.params:
       if not waits:
         self._snapshot = snapshot

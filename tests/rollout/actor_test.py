@@ -32,7 +32,7 @@ class _Engine:
       cache_tokens=0,
       prefill_tokens=1,
       extra_samples=0,
-      update="swap",
+      weight_update="swap",
       temperature=1.0,
       top_k=0,
       top_p=1.0,

@@ -102,7 +102,7 @@ def _engine(
     cache_tokens=64 * _CHUNK,
     prefill_tokens=16,
     extra_samples=0,
-    update="swap",
+    weight_update="swap",
     temperature=1.0,
     top_k=0,
     top_p=1.0,
@@ -551,7 +551,7 @@ class StopStringsTest(parameterized.TestCase):
     ("within_a_chunk", dict(chunk_tokens=16)),
     ("over_chunks", dict(chunk_tokens=1, slots=6)),
     ("pages_lost", _TIGHT),
-    ("recompute", dict(update="recompute", slots=5)),
+    ("recompute", dict(weight_update="recompute", slots=5)),
     ("truncated", dict(top_k=30, slots=1)),
   )
   def test_end_a_response_as_if_its_whole_text_were_known(self, changes):
@@ -620,8 +620,8 @@ class RequestsTest(parameterized.TestCase):
     ("chunks_of_one", dict(chunk_tokens=1, slots=6), False),
     ("chunks_of_three", dict(chunk_tokens=3, slots=6), False),
     ("longer_than_a_response", dict(chunk_tokens=16), False),
-    ("recompute", _TIGHT | dict(update="recompute"), False),
-    ("drain", _TIGHT | dict(update="drain"), False),
+    ("recompute", _TIGHT | dict(weight_update="recompute"), False),
+    ("drain", _TIGHT | dict(weight_update="drain"), False),
   )
   def test_a_batch_of_one_gives_the_same(self, changes, greedy):
     for sampling in (None, _GREEDY)[: 1 + greedy]:
@@ -645,7 +645,7 @@ class RequestsTest(parameterized.TestCase):
     count = 8
     wants = [_alone(first_group_id=first, count=count) for first in (0, 500)]
     engines = [
-      _engine(update=update, **changes)
+      _engine(weight_update=update, **changes)
       for changes in (_TIGHT, {}, dict(prefill_tokens=1) | _TIGHT)
     ]
     for trial in range(9):
@@ -813,7 +813,7 @@ class PendingTest(parameterized.TestCase):
     )
     self.assertEqual(engine.stats.swaps, 0)
     # But a drained sample has one.
-    engine = _engine(stop_ids=(), update="drain")
+    engine = _engine(stop_ids=(), weight_update="drain")
     snapshots = _fetch_in_turn(first, PolicySnapshot(7, first.params))
     for t in _trajectories(_generate(engine, fetch=snapshots)):
       self.assertLen(set(t.policy_version.tolist()), 1)
@@ -928,7 +928,7 @@ class VersionsTest(parameterized.TestCase):
 
   @parameterized.parameters(dict(), _TIGHT, _LONG)
   def test_recompute_is_exact(self, **changes):
-    engine = _engine(stop_ids=(), update="recompute", **changes)
+    engine = _engine(stop_ids=(), weight_update="recompute", **changes)
     snapshots = [_snapshot(v, seed=v) for v in range(3)]
     # An update every chunk, and then every third.
     turns = itertools.chain(
@@ -944,7 +944,7 @@ class VersionsTest(parameterized.TestCase):
 
   @parameterized.parameters(dict(), _TIGHT)
   def test_drain_lets_no_sample_see_two_versions(self, **changes):
-    engine = _engine(stop_ids=(), update="drain", **changes)
+    engine = _engine(stop_ids=(), weight_update="drain", **changes)
     snapshots = [_snapshot(v, seed=v % 3) for v in range(6)]
     got = _trajectories(
       _generate(
@@ -962,7 +962,7 @@ class VersionsTest(parameterized.TestCase):
 
   @parameterized.parameters("swap", "recompute", "drain")
   def test_nothing_outlives_an_update(self, update):
-    engine = _engine(update=update)
+    engine = _engine(weight_update=update)
     before = _tokens(_generate(engine))
     new = _snapshot(1, seed=1)
     after = _generate(engine, fetch=lambda: new)
@@ -1166,7 +1166,7 @@ class LanesTest(parameterized.TestCase):
     same = PolicySnapshot(1, dict(_snapshot().params))
     counts = {}
     for update in ("swap", "recompute"):
-      engine = _engine(**self.shape | dict(update=update))
+      engine = _engine(**self.shape | dict(weight_update=update))
       got, chunks = self._run(engine, fetch=_fetch_in_turn(_snapshot(), same))
       self._check(got)
       self.assertEqual(engine.stats.swaps, 1)
