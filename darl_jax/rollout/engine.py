@@ -7,6 +7,7 @@ for each width of its page tables, when it is first wanted.
 """
 
 import dataclasses
+import numbers
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from darl_jax import config as config_lib
 from darl_jax.config import ConfigError, RolloutConfig
 from darl_jax.models.transformer import Policy
 from darl_jax.rollout.decode import Chunk, Decoder, Pages, Rows, request_keys
@@ -50,6 +52,7 @@ _REMEMBERED_PROMPTS = 2**16
 # Tokens found in the cache are used from so many on: what follows them takes a
 # row of prefill for itself, where short prompts share one.
 _LEAST_MATCH = 128
+_INT32 = np.iinfo(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +147,16 @@ class Engine:
         where there are no such strings.
 
     Raises:
-      ValueError: ``config.stop_strings`` and ``stops``: one without the other.
-      ConfigError: The cache has no room for the longest sample.
+      ValueError: ``config.stop_strings`` and ``stops``: one without the other;
+        or an argument is out of its range.
+      ConfigError: A field of the config has no such value, or the cache has no
+        room for the longest sample.
     """
+    _check_arguments(
+      max_prompt_tokens, pad_id, seed, vocab_size=policy.vocab_size
+    )
+    if problems := config_lib.rollout_problems(config):
+      raise ConfigError(problems)
     if bool(config.stop_strings) != (stops is not None):
       raise ValueError(
         f"rollout.stop_strings = {config.stop_strings!r} and stops = {stops}: "
@@ -157,6 +167,7 @@ class Engine:
     self._stops = stops
     self._replicas = mesh.shape["data"]
     self._max_prompt_tokens = max_prompt_tokens
+    self._vocab_size = policy.vocab_size
     self._stop_ids = frozenset(stop_ids)
     self._pad_id = pad_id
     self._page = config.chunk_tokens
@@ -188,7 +199,7 @@ class Engine:
       self._pages_of(longest) + 1,
       self._page,
     )
-    self._num_pages = self._count_pages(longest)
+    self._num_pages = self._count_pages()
     self._schedules = [
       Schedule(
         slots=self._slots,
@@ -236,20 +247,59 @@ class Engine:
     """Queues the samples of a prompt.
 
     Args:
-      prompt: At most P tokens.
-      group_id: Unlike those of all groups that are pending.
+      prompt: At most P tokens, which are copied.
+      group_id: Unlike those of all groups that are pending; below 2^31.
       max_tokens: Of each response; the config's by default, which is the most.
 
     Raises:
-      ValueError: The prompt is empty, too long or not a row of int32, or the
-        number is taken.
+      ValueError: The prompt is empty, too long, not a row of int32 or not of
+        the vocabulary, or a number is taken or out of its range.
     """
-    length, limit = len(prompt.tokens), self.config.max_response_tokens
-    if prompt.tokens.dtype != np.int32 or prompt.tokens.ndim != 1:
+    tokens = self._copied(prompt)
+    if not is_whole(group_id) or not 0 <= group_id <= _INT32.max:
       raise ValueError(
-        f"prompt {prompt.id} is {prompt.tokens.dtype}"
-        f"{list(prompt.tokens.shape)} and not a row of int32"
+        f"group_id = {group_id!r} is not an integer from 0 to {_INT32.max}: "
+        "the sampling keys are of 32 bits of it"
       )
+    if group_id in self._groups:
+      raise ValueError(f"group {group_id} is pending already")
+    limit = self.config.max_response_tokens
+    if max_tokens is not None:
+      if not is_whole(max_tokens) or not 1 <= max_tokens <= limit:
+        raise ValueError(
+          f"max_tokens = {max_tokens!r} is not an integer between 1 and "
+          f"rollout.max_response_tokens = {limit}"
+        )
+      limit = int(max_tokens)
+    prompt = dataclasses.replace(prompt, tokens=tokens)
+    wanted, begun = self.config.samples_per_prompt, self.config.samples_begun
+    seen = self._lengths.get(prompt.tokens.tobytes(), limit)
+    group = Group(group_id, prompt, wanted, limit, expected=min(seen, limit))
+    ids = np.stack([np.full(begun, group_id), np.arange(begun)], axis=1)
+    keys = np.asarray(self._request_keys(ids.astype(np.int32)))
+    group.samples = [Sample(group, i, key) for i, key in enumerate(keys)]
+    schedule = min(self._schedules, key=lambda schedule: schedule.load)
+    schedule.submit(group)
+    self._groups[group_id] = group, schedule
+
+  def _copied(self, prompt: Prompt) -> np.ndarray:
+    """The prompt's tokens, read-only, if they are any that a prompt may have.
+
+    Raises:
+      ValueError: They are not.
+    """
+    given = prompt.tokens
+    if not isinstance(given, np.ndarray):
+      raise ValueError(
+        f"prompt {prompt.id}'s tokens are a {type(given).__name__} and not an "
+        "array. Try np.asarray(tokens, np.int32)."
+      )
+    if given.dtype != np.int32 or given.ndim != 1:
+      raise ValueError(
+        f"prompt {prompt.id} is {given.dtype}{list(given.shape)} and not a row "
+        "of int32"
+      )
+    length = len(given)
     if length == 0:
       raise ValueError(
         f"prompt {prompt.id} has no tokens: nothing predicts its response"
@@ -259,23 +309,12 @@ class Engine:
         f"prompt {prompt.id} has {length} tokens, more than the "
         f"{self._max_prompt_tokens} that the cache has room for"
       )
-    if group_id in self._groups:
-      raise ValueError(f"group {group_id} is pending already")
-    if max_tokens is not None and not 1 <= max_tokens <= limit:
-      raise ValueError(
-        f"max_tokens = {max_tokens} is not between 1 and "
-        f"rollout.max_response_tokens = {limit}"
-      )
-    wanted, begun = self.config.samples_per_prompt, self.config.samples_begun
-    limit = max_tokens or limit
-    seen = self._lengths.get(prompt.tokens.tobytes(), limit)
-    group = Group(group_id, prompt, wanted, limit, expected=min(seen, limit))
-    ids = np.stack([np.full(begun, group_id), np.arange(begun)], axis=1)
-    keys = np.asarray(self._request_keys(ids.astype(np.int32)))
-    group.samples = [Sample(group, i, key) for i, key in enumerate(keys)]
-    schedule = min(self._schedules, key=lambda schedule: schedule.load)
-    schedule.submit(group)
-    self._groups[group_id] = group, schedule
+    if given.min() < 0 or given.max() >= self._vocab_size:
+      problem = token_problem(given.tolist(), self._vocab_size)
+      raise ValueError(f"prompt {prompt.id} {problem}")
+    tokens = given.copy()
+    tokens.flags.writeable = False
+    return tokens
 
   def step(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Takes up the chunk that was begun last, and begins the next one.
@@ -676,6 +715,7 @@ class Engine:
     if self._stops is not None:
       kept = self._stops(sample.tokens, count)
       if kept is not None:
+        _check_kept(kept, total=len(sample.tokens), new=count)
         sample.stopped = True
         count -= len(sample.tokens) - kept
         del sample.tokens[kept:]
@@ -764,28 +804,18 @@ class Engine:
     """The narrowest table that holds so many pages."""
     return next(width for width in self._widths if width >= pages)
 
-  def _count_pages(self, longest: int) -> int:
+  def _count_pages(self) -> int:
     """Pages of a data slice, page 0 included.
 
     Raises:
-      ConfigError: They do not hold the longest sample.
+      ConfigError: They do not hold the longest sample, or are too many.
     """
-    least = self._pages_of(longest) + 1
-    prompts = -(-self._slots // self.config.samples_begun)
-    own = self._pages_of(self.config.max_response_tokens)
-    most = prompts * self._prompt_pages + self._slots * own
-    cache_tokens = self.config.cache_tokens
-    pages = cache_tokens // self._page if cache_tokens else max(most, least)
-    if pages < least:
-      raise ConfigError(
-        [
-          f"rollout.cache_tokens = {cache_tokens} is less than one sample may "
-          "take: prompts.max_tokens + rollout.max_response_tokens = "
-          f"{longest}, in pages of rollout.chunk_tokens = {self._page}. Try "
-          f"rollout.cache_tokens={least * self._page}, or 0 for enough."
-        ]
-      )
-    return pages + 1
+    shape = dict(
+      max_prompt_tokens=self._max_prompt_tokens, replicas=self._replicas
+    )
+    if problems := config_lib.cache_problems(self.config, **shape):
+      raise ConfigError(problems)
+    return config_lib.cache_pages(self.config, **shape) + 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -839,6 +869,50 @@ def _pack(
     rows[at].append((reading, 0, len(reading.tokens)))
     room[at] -= needed
   return rows
+
+
+def is_whole(value: Any) -> bool:
+  """Whether it is an integer; True and False are none."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def token_problem(tokens: Sequence[int], vocab_size: int) -> str:
+  """The first that is no token, to go behind a prompt's name; "" if all are."""
+  for at, token in enumerate(tokens):
+    if not 0 <= token < vocab_size:
+      return (
+        f"has token {token} at position {at}, which is not of the vocabulary: "
+        f"ids are from 0 to {vocab_size - 1}"
+      )
+  return ""
+
+
+def _check_arguments(
+  max_prompt_tokens: Any, pad_id: Any, seed: Any, *, vocab_size: int
+) -> None:
+  """Raises ValueError for what an engine cannot be made with."""
+  problems = [
+    *config_lib.value_problems(
+      "max_prompt_tokens", max_prompt_tokens, field="prompts.max_tokens"
+    ),
+    *config_lib.value_problems("seed", seed, field="seed"),
+  ]
+  if not is_whole(pad_id) or not 0 <= pad_id < vocab_size:
+    problems.append(
+      f"pad_id = {pad_id!r} is not of the vocabulary: ids are from 0 to "
+      f"{vocab_size - 1}. Try 0."
+    )
+  if problems:
+    raise ValueError("\n".join(problems))
+
+
+def _check_kept(kept: Any, *, total: int, new: int) -> None:
+  """Raises ValueError where a response would lose tokens seen before."""
+  if not is_whole(kept) or not total - new < kept <= total:
+    raise ValueError(
+      f"stops returned {kept!r} of {total} tokens, {new} of them new: it keeps "
+      f"from {total - new + 1} to {total}, or returns None"
+    )
 
 
 def _widths(most: int, page_tokens: int) -> tuple[int, ...]:

@@ -293,7 +293,9 @@ class TrajectoriesTest(parameterized.TestCase):
     groups = _generate(prompts=prompts, first_group_id=10)
     self.assertEqual([g.group_id for g in groups], [10, 11, 12, 13])
     for group, prompt in zip(groups, prompts, strict=True):
-      self.assertIs(group.prompt, prompt)
+      self.assertEqual(group.prompt.id, prompt.id)
+      self.assertIs(group.prompt.reference, prompt.reference)
+      np.testing.assert_array_equal(group.prompt.tokens, prompt.tokens)
       self.assertLen(group.trajectories, 4)
       for trajectory in group.trajectories:
         length, start = len(trajectory.tokens), len(prompt.tokens)
@@ -1278,6 +1280,17 @@ class RefusalTest(parameterized.TestCase):
     ("empty", np.zeros(0, np.int32), "odd-one has no tokens"),
     ("wide", np.zeros(3, np.int64), r"odd-one is int64\[3\]"),
     ("matrix", np.zeros((1, 3), np.int32), r"odd-one is int32\[1, 3\]"),
+    ("list", [1, 2], "odd-one's tokens are a list.* Try np.asarray"),
+    (
+      "negative",
+      np.array([1, -1, -2], np.int32),
+      f"odd-one has token -1 at position 1.* 0 to {_VOCAB - 1}",
+    ),
+    (
+      "unknown",
+      np.array([_VOCAB - 1, _VOCAB], np.int32),
+      f"odd-one has token {_VOCAB} at position 1",
+    ),
   )
   def test_a_prompt_is_named(self, tokens, message):
     odd = Prompt("odd-one", tokens, {})
@@ -1286,7 +1299,7 @@ class RefusalTest(parameterized.TestCase):
     # Before anything is generated, and nothing is left.
     _check_idle(_shared_engine())
 
-  @parameterized.parameters(0, -1, _LIMIT + 1)
+  @parameterized.parameters(0, -1, _LIMIT + 1, 2.5, 2.0, True)
   def test_max_tokens(self, limit):
     with self.assertRaisesRegex(
       ValueError,
@@ -1302,6 +1315,88 @@ class RefusalTest(parameterized.TestCase):
       engine.submit(_prompts()[1], 3)
     engine.give_up()
     engine.submit(_prompts()[1], 3)
+
+  @parameterized.parameters(-1, 2**31, 2**32 + 1, 1.0, True, None)
+  def test_group_ids_that_would_wrap(self, number):
+    with self.assertRaisesRegex(ValueError, f"group_id = {number} is not"):
+      _shared_engine().submit(_prompts()[0], number)
+    _check_idle(_shared_engine())
+
+  def test_the_last_group_id(self):
+    engine = _shared_engine()
+    engine.submit(_prompts()[0], np.int64(2**31 - 1), max_tokens=np.int32(1))
+    [group] = engine.step(_snapshot()) or engine.step(_snapshot())
+    self.assertEqual(group.group_id, 2**31 - 1)
+    self.assertEqual({t.num_sampled for t in group.trajectories}, {1})
+
+  @parameterized.parameters(
+    (dict(seed=-1), "seed = -1 must be"),
+    (dict(seed=2**32), "seed = 4294967296 must be"),
+    (dict(seed=0.5), "seed = 0.5 is not a whole number"),
+    (dict(pad_id=-1), f"pad_id = -1 .* 0 to {_VOCAB - 1}"),
+    (dict(pad_id=_VOCAB), f"pad_id = {_VOCAB} "),
+    (dict(prompt_tokens=0), "max_prompt_tokens = 0 must be"),
+  )
+  def test_arguments(self, changes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _engine(**changes)
+
+  def test_a_config_that_was_not_parsed(self):
+    with self.assertRaises(ConfigError) as caught:
+      _engine(
+        prompts_per_batch=0,
+        samples_per_prompt=0,
+        max_response_tokens=2.5,
+        chunk_tokens=0,
+        slots=10**9,
+        weight_update="later",
+        temperature=1e-50,
+        top_p=1e-50,
+        cache_dtype="int4",
+        dtype=jnp.float32,
+      )
+    self.assertLen(caught.exception.problems, 10)
+    for problem in caught.exception.problems:
+      self.assertStartsWith(problem, "rollout.")
+      self.assertIn("Try ", problem)
+    with self.assertRaisesRegex(ConfigError, "= 524288, more than 65536"):
+      _engine(prompts_per_batch=2**16, extra_samples=4)
+    with self.assertRaisesRegex(ConfigError, "rollout.stop_strings = 'END'"):
+      _engine(stop_strings="END", stops=lambda tokens, new: None)
+
+  def test_the_caller_may_write_into_its_tokens(self):
+    prompts = [
+      dataclasses.replace(prompt, tokens=prompt.tokens.copy())
+      for prompt in _prompts()
+    ]
+    engine = _engine()
+    for index, prompt in enumerate(prompts):
+      engine.submit(prompt, index)
+      prompt.tokens[:] = 1
+    groups = []
+    while engine.pending:
+      groups += engine.step(_snapshot())
+      for prompt in prompts:
+        prompt.tokens[:] += 1
+    groups.sort(key=lambda group: group.group_id)
+    self.assertEqual(_tokens(groups), _tokens(_alone()))
+    for group, prompt in zip(groups, _prompts(), strict=True):
+      np.testing.assert_array_equal(group.prompt.tokens, prompt.tokens)
+      self.assertFalse(group.prompt.tokens.flags.writeable)
+
+  @parameterized.parameters(
+    (lambda tokens, new: 0,),
+    (lambda tokens, new: -1,),
+    (lambda tokens, new: len(tokens) - new,),
+    (lambda tokens, new: len(tokens) + 1,),
+    (lambda tokens, new: float(len(tokens)),),
+    (lambda tokens, new: True,),
+  )
+  def test_stops_that_keep_what_they_cannot(self, stops):
+    engine = _engine(stop_strings=("END",), stops=stops, stop_ids=())
+    with self.assertRaisesRegex(ValueError, "stops returned .* of 4 tokens, 4"):
+      _generate(engine)
+    _check_idle(engine)
 
   @parameterized.parameters(
     (_CHUNK, 1), (_CHUNK, 23), (1, 19), (3, 23), (16, 47)
