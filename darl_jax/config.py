@@ -779,7 +779,7 @@ _RANGES = {
   "model.num_experts": _Range(0, 2**14),
   "model.experts_per_token": _Range(0, 2**14),
   "model.expert_mlp_dim": _Range(0, _MANY),
-  "model.vocab_size": _Range(0, _ITEMS),
+  "model.vocab_size": _Range(0, _INT32),
   "model.lora_rank": _Range(0, 2**14),
   "model.lora_alpha": _POSITIVE,
   "warm_start.steps": _Range(0, _INT32),

@@ -8,6 +8,7 @@ for answer in model.generate(["What is 2 + 3?", "Name a colour."]):
 """
 
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -175,9 +176,13 @@ class Generator:
     if isinstance(prompts, (str, bytes)) or not (
       isinstance(prompts, Sequence) or np.ndim(prompts) > 0
     ):
-      works = f"[{prompts!r}]" if isinstance(prompts, str) else "list(prompts)"
+      works = (
+        f"[{reprlib.repr(prompts)}]"
+        if isinstance(prompts, str)
+        else "list(prompts)"
+      )
       raise ValueError(
-        f"prompts = {prompts!r} is not a list of prompts. Try {works}."
+        f"prompts = {reprlib.repr(prompts)} is not a list of prompts. Try {works}."
       )
     asked = [
       Prompt(str(index), self._tokens(index, prompt), {})
@@ -207,7 +212,7 @@ class Generator:
       usable = usable and not isinstance(prompt, bytes)
     if not usable:
       raise ValueError(
-        f"prompt {index} = {prompt!r} is neither text nor a row of integers. "
+        f"prompt {index} = {reprlib.repr(prompt)} is neither text nor a row of integers. "
         "Try a list of prompts, each a str or np.asarray(tokens, np.int32)."
       )
     tokens = list(map(int, prompt))
