@@ -182,7 +182,8 @@ class Generator:
         else "list(prompts)"
       )
       raise ValueError(
-        f"prompts = {reprlib.repr(prompts)} is not a list of prompts. Try {works}."
+        f"prompts = {reprlib.repr(prompts)} is not a list of prompts. "
+        f"Try {works}."
       )
     asked = [
       Prompt(str(index), self._tokens(index, prompt), {})
@@ -212,8 +213,9 @@ class Generator:
       usable = usable and not isinstance(prompt, bytes)
     if not usable:
       raise ValueError(
-        f"prompt {index} = {reprlib.repr(prompt)} is neither text nor a row of integers. "
-        "Try a list of prompts, each a str or np.asarray(tokens, np.int32)."
+        f"prompt {index} = {reprlib.repr(prompt)} is neither text nor a row of "
+        "integers. Try a list of prompts, each a str or np.asarray(tokens, "
+        "np.int32)."
       )
     tokens = list(map(int, prompt))
     if problem := token_problem(tokens, self._vocab_size):

@@ -5,6 +5,7 @@ import functools
 import itertools
 import threading
 import time
+import types
 from unittest import mock
 
 import jax
@@ -890,6 +891,36 @@ class StatsTest(parameterized.TestCase):
     self.assertEqual(engine.stats.aborted, 16)
     # One chunk of the other slots.
     self.assertEqual(engine.stats.aborted_tokens, 16 * _CHUNK)
+
+  def test_seconds_are_those_of_chunks_and_steps(self):
+    """A clock that goes on by one each time it is asked."""
+    now = [0.0]
+
+    def monotonic():
+      now[0] += 1
+      return now[0]
+
+    engine = _engine(stop_ids=())
+    fake = types.SimpleNamespace(monotonic=monotonic)
+    with mock.patch.object(engine_lib, "time", fake):
+      engine.submit(_prompts()[0], 0)
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 2 - 1)
+      # The chunk was under way while the caller did something else.
+      now[0] = 9.0
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 10 - 1)
+      # Nothing is, once it is given up or has ended.
+      engine.give_up()
+      now[0] = 99.0
+      engine.submit(_prompts()[0], 0, max_tokens=1)
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 9 + 1)
+      self.assertLen(engine.step(_snapshot()), 1)
+      self.assertEqual(engine.stats.seconds, 9 + 2)
+      now[0] = 999.0
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 9 + 3)
 
 
 class VersionsTest(parameterized.TestCase):
