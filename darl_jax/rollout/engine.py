@@ -661,8 +661,9 @@ class Engine:
   def _together(
     self, samples: Sequence[Sample]
   ) -> tuple[list[list[Sample]], list[Sample]]:
-    """Samples by prefix, as many as a lane has rows and the most first; and
-    those whose prefixes are longer than a lane's table."""
+    """Samples by prefix, the most first; and those whose prefixes are longer
+    than a lane's table. No prefix has more than a lane has rows: it is that of
+    one group's samples."""
     by_prefix: dict[int, list[Sample]] = {}
     rest = []
     for sample in samples:
@@ -670,10 +671,7 @@ class Engine:
         rest.append(sample)
       else:
         by_prefix.setdefault(id(sample.prefix), []).append(sample)
-    size, parts = self.config.samples_begun, []
-    for each in by_prefix.values():
-      parts += [each[at : at + size] for at in range(0, len(each), size)]
-    return sorted(parts, key=len, reverse=True), rest
+    return sorted(by_prefix.values(), key=len, reverse=True), rest
 
   def _finish_chunk(self) -> list[Group]:
     """Takes the tokens of a chunk up; returns groups that are complete."""

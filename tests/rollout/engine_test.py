@@ -29,6 +29,7 @@ from darl_jax.rollout.decode import Decoder
 from darl_jax.rollout.engine import Engine, EngineStats
 from darl_jax.rollout.placement import Placement
 from darl_jax.rollout.sampling import Sampling
+from darl_jax.rollout.schedule import Prefix, Sample
 from darl_jax.sharding import meshes
 from darl_jax.types import Finish, PolicySnapshot, Prompt
 
@@ -445,6 +446,30 @@ class TrajectoriesTest(parameterized.TestCase):
     with mock.patch.object(engine_lib, "_REMEMBERED_PROMPTS", 2):
       _generate(engine, _prompts(5)[3:])
     self.assertLen(engine._lengths, 2)
+
+  def test_mean_lengths_are_remembered_of_the_latest_prompts(self):
+    engine = _engine()
+    prompts = _prompts(3)
+    got = _generate(engine, prompts)
+    for prompt, group in zip(prompts, got, strict=True):
+      lengths = [t.num_sampled for t in group.trajectories]
+      engine.submit(prompt, group.group_id)
+      (expecting, _) = engine._groups[group.group_id]
+      self.assertEqual(expecting.expected, np.mean(lengths))
+    # No response is longer than what was asked for.
+    engine.submit(prompts[0], 7, max_tokens=1)
+    self.assertEqual(engine._groups[7][0].expected, 1)
+    # What is not known may have the limit.
+    other = Prompt("other", np.array([1, 2, 3], np.int32), {})
+    engine.submit(other, 8)
+    self.assertEqual(engine._groups[8][0].expected, _LIMIT)
+    engine.give_up()
+    # The first was seen again since the second was.
+    with mock.patch.object(engine_lib, "_REMEMBERED_PROMPTS", 2):
+      for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
+        _generate(engine, [prompt])
+    kept = [prompts[0].tokens.tobytes(), prompts[2].tokens.tobytes()]
+    self.assertEqual(list(engine._lengths), kept)
 
   def test_bfloat16(self):
     engine = _engine(dtype="bfloat16")
@@ -1174,6 +1199,31 @@ class LanesTest(parameterized.TestCase):
     alone = [c for c in chunks if np.any(~c.in_lane & (c.positions > 0))]
     self.assertNotEmpty(alone)
     self.assertLess(_worst(_trajectories(got), width=176), 1e-4)
+    # Tables without the prompts' pages are narrow.
+    for chunk in chunks:
+      together = np.all(chunk.in_lane | (chunk.positions == 0))
+      self.assertEqual(chunk.table.shape[1] == engine._widths[0], together)
+
+  def test_prefixes_of_the_most_samples_have_the_lanes(self):
+    engine = _engine(**self.shape)
+    prefixes = [Prefix(np.zeros(8, np.int32), 1, [i], 8) for i in range(1, 7)]
+    prefixes[5].pages = list(range(7, 27))  # More than a lane's table has.
+    counts = (1, 1, 1, 2, 2, 1)
+    group = types.SimpleNamespace()
+    samples = [
+      Sample(group, index, np.zeros(2, np.uint32), prefix=prefix)
+      for prefix, count in zip(prefixes, counts, strict=True)
+      for index in range(count)
+    ]
+    lanes, rows = engine._seated([samples])
+    self.assertEqual(
+      list(map(id, lanes)), [id(prefixes[i]) for i in (3, 4, 0, 1)]
+    )
+    self.assertCountEqual(map(id, rows.values()), map(id, samples))
+    self.assertLess(max(rows), 8)
+    for row, sample in rows.items():
+      if any(sample.prefix is prefix for prefix in lanes):
+        self.assertIs(lanes[row // 2], sample.prefix)
 
   def test_where_prefixes_are_longer_than_prompts(self):
     """Samples that are read again have their responses in them."""
