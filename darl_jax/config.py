@@ -1516,6 +1516,17 @@ def _check_schedule(c: Any) -> list[str]:
   learner = c.learner
   problems = []
   if (
+    learner.schedule == "cosine"
+    and learner.learning_rate == 0
+    and learner.final_learning_rate != 0
+  ):
+    problems.append(
+      "learner.learning_rate = 0 stays so under the cosine schedule, which is "
+      "a multiple of it, and learner.final_learning_rate = "
+      f"{learner.final_learning_rate:g}. Try learner.schedule='linear', or "
+      "learner.final_learning_rate=0."
+    )
+  if (
     learner.schedule == "constant"
     and learner.final_learning_rate != learner.learning_rate
   ):
