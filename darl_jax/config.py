@@ -786,10 +786,13 @@ class _Range:
   open_low: bool = False
   open_high: bool = False
   infinite: bool = False  # Whether inf itself is a value.
+  zero: bool = False  # Whether 0 is one below ``low``.
 
   def __contains__(self, value: float) -> bool:
     if value == math.inf and not self.infinite:
       return False
+    if value == 0 and self.zero:
+      return True
     above = value > self.low if self.open_low else value >= self.low
     below = value < self.high if self.open_high else value <= self.high
     return above and below
@@ -800,7 +803,8 @@ class _Range:
       return start if self.infinite else f"{start} and finite"
     left = "(" if self.open_low else "["
     right = ")" if self.open_high else "]"
-    return f"in {left}{_brief(self.low)}, {_brief(self.high)}{right}"
+    span = f"in {left}{_brief(self.low)}, {_brief(self.high)}{right}"
+    return f"0 or {span}" if self.zero else span
 
   def nearest(self, value: float) -> float:
     """A value inside, as near to ``value`` as a person would pick."""
@@ -862,6 +866,8 @@ _POSITIVE = _Range(0, open_low=True)
 _AT_LEAST_0 = _Range(0)
 _AT_LEAST_1 = _Range(1)
 _FRACTION = _Range(0, 1, open_low=True)
+# Logits divided by less leave float32.
+_TEMPERATURE = _Range(1e-6, 1e6)
 
 # Samples that decode together, at most.
 _MOST_SLOTS = 2**16
@@ -909,8 +915,7 @@ _RANGES = {
   "rollout.cache_tokens": _Range(0, 2**40),
   "rollout.prefill_tokens": _Range(1, _ITEMS),
   "rollout.extra_samples": _Range(0, _MOST_SLOTS),
-  # Logits divided by less leave float32.
-  "rollout.temperature": _Range(1e-6, 1e6),
+  "rollout.temperature": _TEMPERATURE,
   "rollout.top_k": _Range(0, _INT32),
   "rollout.top_p": _FRACTION,
   "rollout.min_p": _Range(0, 1, open_high=True),
@@ -966,7 +971,7 @@ _RANGES = {
   "mesh.rollout.tensor": _Range(1, _MANY),
   "evaluate.every": _Range(1, _INT32),
   "evaluate.num_prompts": _Range(1, _ITEMS),
-  "evaluate.temperature": _AT_LEAST_0,
+  "evaluate.temperature": dataclasses.replace(_TEMPERATURE, zero=True),
   "watch.window": _Range(1, _MANY),
   "watch.patience": _Range(1, _INT32),
   "watch.repeat_every": _Range(1, _INT32),

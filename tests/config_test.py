@@ -304,6 +304,8 @@ class RangesTest(parameterized.TestCase):
     ("seed", 2**31, "Try 2147483647."),
     ("num_steps", -1, "must be in [0, 2147483647]. Try 0."),
     ("num_steps", 10**90, "Try 2147483647."),
+    ("evaluate.temperature", -1, "must be 0 or in [1e-06, 1e+06]. Try 1e-06."),
+    ("evaluate.temperature", 1e-37, "must be 0 or in [1e-06, 1e+06]. Try"),
     ("rollout.temperature", 0, "must be in [1e-06, 1e+06]. Try 1e-06."),
     ("rollout.temperature", 1e-50, "Try 1e-06."),
     ("rollout.temperature", 1e39, "Try 1e+06."),
