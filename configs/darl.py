@@ -61,6 +61,8 @@ def get_config() -> config_dict.ConfigDict:
       time_limit_s=5.0,
       memory_limit_mb=4096,
       partial_credit=0.0,
+      overlong_penalty=0.0,
+      overlong_buffer_tokens=0,
       require_isolation=False,
     )
   )
@@ -69,6 +71,7 @@ def get_config() -> config_dict.ConfigDict:
       num_snapshots=4,
       max_staleness=3,
       max_uses=1,
+      drop_overlong=False,
       metric="variance",
       selection_mode="reject_worst",
       keep_fraction=0.5,
@@ -94,6 +97,8 @@ def get_config() -> config_dict.ConfigDict:
       trust_region="behavior",
       proximal="recompute",
       proximal_lag=1,
+      ewma_window=3,
+      ewma_min_passed_fraction=0.9,
       clip_low=0.2,
       clip_high=0.28,
       clip_age_decay=1.0,
@@ -102,6 +107,7 @@ def get_config() -> config_dict.ConfigDict:
       m2po_max_second_moment=0.04,
       estr_threshold=0.1,
       estr_epsilon=0.01,
+      step_ess_target=0.0,
       dual_clip=3.0,
       denominator="all",
       max_behavior_weight=2.0,
@@ -130,6 +136,9 @@ def get_config() -> config_dict.ConfigDict:
       score_rows=32,
     )
   )
+  config.rollback = config_dict.ConfigDict(
+    dict(num_prompts=0, tolerance=0.01, final_tolerance=0.01, max_ratio=2.0)
+  )
   config.mesh = config_dict.ConfigDict(
     dict(
       train=dict(data=1, fsdp=1, tensor=1),
@@ -137,7 +146,7 @@ def get_config() -> config_dict.ConfigDict:
     )
   )
   config.evaluate = config_dict.ConfigDict(
-    dict(every=200, num_prompts=512, temperature=0.0)
+    dict(every=200, num_prompts=512, temperature=0.0, samples_per_prompt=1)
   )
   config.watch = config_dict.ConfigDict(
     dict(

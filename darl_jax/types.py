@@ -283,8 +283,8 @@ class Batch:
     segment_ids: int32 [..., B, T], 1, 2, ... per trajectory of a row; 0 pads.
     loss_mask: bool [..., B, T].
     behavior_logprobs: float32 [..., B, T].
-    proximal_logprobs: float32 [..., B, T], under the weights at the start of
-      the step.
+    proximal_logprobs: float32 [..., B, T], of the proximal policy; under the
+      weights at the start of the step where the learner averages it.
     behavior_index: int32 [..., B, T], entry of the version table that sampled
       the token.
     token_weights: float32 [..., B, T], alpha_v / N_v (method 2.3), detached.
@@ -369,8 +369,11 @@ class TrainState:
     step: int32 [], learner steps taken: the version of ``params``.
     params: The policy's parameters.
     opt_state: optax state.
+    proximal_average: ``objectives.ewma.ProximalAverage`` of the policies before
+      this one; None where the proximal policy is another.
   """
 
   step: jax.Array
   params: Params
   opt_state: Any
+  proximal_average: Any = None

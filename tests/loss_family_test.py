@@ -8,15 +8,18 @@ from absl.testing import parameterized
 
 from configs import (
   async_grpo,
+  balance,
   cispo,
   dr_grpo,
   estr,
+  ewma_ppo,
   gspo,
   loglinear_ppo,
   m2po,
   rloo,
   snapshot_ppo,
   topr,
+  vcpo,
 )
 from darl_jax import config, metrics
 from tests.fixtures import runs
@@ -38,8 +41,11 @@ FAMILY = {
 CLIPPED = {
   dr_grpo: ("advantage", "group_centered"),
   rloo: ("advantage", "rloo"),
+  balance: ("behavior_weighting", "balance"),
   loglinear_ppo: ("proximal", "loglinear"),
   snapshot_ppo: ("proximal", "snapshot"),
+  ewma_ppo: ("proximal", "ewma"),
+  vcpo: ("step_ess_target", 0.5),
 }
 
 
@@ -65,9 +71,14 @@ class LossFamilyTest(parameterized.TestCase):
     self._assert_trains(module, own)
 
   @pytest.mark.slow
-  @parameterized.parameters(loglinear_ppo, snapshot_ppo)
+  @parameterized.parameters(loglinear_ppo, snapshot_ppo, ewma_ppo)
   def test_proximal_policies(self, module):
     self._assert_trains(module, "train/weight_capped")
+
+  @pytest.mark.slow
+  @parameterized.parameters((vcpo, "train/step_scale"))
+  def test_what_goes_with_any_loss(self, module, own):
+    self._assert_trains(module, own)
 
   def _assert_trains(self, module, own):
     workdir = runs.new_workdir()

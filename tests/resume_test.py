@@ -164,6 +164,19 @@ class SynchronousTest(parameterized.TestCase):
     execute(run_config, workdir, prepare=kill_at(3))
     self._assert_same(execute(run_config, workdir), workdir, **changes)
 
+  def test_an_averaged_proximal_policy(self):
+    workdir = new_workdir()
+    changes = dict(
+      objective__trust_region="decoupled", objective__proximal="ewma"
+    )
+    run_config = make_config(
+      sync_grpo, num_steps=6, warm_start__steps=2, **changes
+    )
+    execute(run_config, workdir, prepare=kill_at(3))
+    ended = execute(run_config, workdir)
+    self._assert_same(ended, workdir, **changes)
+    self.assertGreater(float(ended.run.state.proximal_average.weight), 1.5)
+
   def test_another_mesh(self):
     """The same up to the order of sums."""
     workdir = new_workdir()
@@ -511,6 +524,21 @@ class ChangedTest(parameterized.TestCase):
       ["learner.row_tokens", "model.mlp_dim", "rollout.temperature", "seed"],
     )
     self.assertIn("Try seed=0, or another workdir.", str(caught.exception))
+
+  def test_what_was_not_saved(self):
+    _, copy = copy_of_saved_run()
+    changed = make_config(
+      sync_grpo,
+      num_steps=6,
+      warm_start__steps=2,
+      objective__trust_region="decoupled",
+      objective__proximal="ewma",
+    )
+    with self.assertRaises(config.ConfigError) as caught:
+      execute(changed, copy)
+    [problem] = caught.exception.problems
+    self.assertIn("average of policies", problem)
+    self.assertIn("Try objective.proximal='recompute'", problem)
 
   def test_what_can(self):
     _, copy = copy_of_saved_run()

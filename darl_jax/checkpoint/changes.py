@@ -20,6 +20,10 @@ _FIXED = {
 }
 # Among those, what changes nothing that was saved.
 _FREE = ("model.remat",)
+# To and from these values, since what they need is saved with them alone.
+_SAVED_WITH = {
+  ("objective.proximal", "ewma"): "it alone saves an average of policies",
+}
 # Recorded trajectories must still fit.
 _NOT_LESS = ("learner.row_tokens",)
 
@@ -52,6 +56,8 @@ def compare(
     if old == new:
       continue
     reason = _why_fixed(name)
+    for value in (old, new):
+      reason = _SAVED_WITH.get((name, str(value)), reason)
     if name in _NOT_LESS and new < old:
       reason = "saved trajectories may be as long"
     if reason is None:

@@ -1,5 +1,7 @@
 """The learner's state on disk, by Orbax."""
 
+import dataclasses
+
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
@@ -77,8 +79,9 @@ def _absolute(path: epath.Path) -> epath.Path:
 
 
 def _tree(state: TrainState) -> dict:
-  return {
-    "step": state.step,
-    "params": state.params,
-    "opt_state": state.opt_state,
+  """By field; what the objective does not need is not there."""
+  fields = {
+    field.name: getattr(state, field.name)
+    for field in dataclasses.fields(state)
   }
+  return {name: value for name, value in fields.items() if value is not None}

@@ -18,7 +18,7 @@ from darl_jax.kernels.token_logprob import ops as logprob_ops
 from darl_jax.learner import state as learner_state
 from darl_jax.models import lora
 from darl_jax.models.transformer import Policy
-from darl_jax.objectives import policy_losses
+from darl_jax.objectives import ewma, policy_losses
 from darl_jax.sharding import rules, transfer
 from darl_jax.types import (
   Batch,
@@ -100,6 +100,11 @@ class Learner:
         self.trained_shardings,
         replicated=replicated,
       ),
+      proximal_average=(
+        ewma.ProximalAverage(self.trained_shardings, replicated)
+        if self._averages
+        else None
+      ),
     )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
     self._partition = rules.partition(mesh, rules.TRAIN_RULES)
@@ -138,10 +143,20 @@ class Learner:
     """A state at step 0, which takes all ``params`` over."""
     trained, frozen = lora.split(params)
     self.frozen = self._compact(frozen)
-    # Scalars of the optimizer come out of eager code on one device.
-    return jax.device_put(
-      learner_state.init(trained, self._optimizer), self._state_shardings
-    )
+    # Scalars come out of eager code on one device.
+    return jax.device_put(self._fresh_state(trained), self._state_shardings)
+
+  @property
+  def _averages(self) -> bool:
+    """Whether the proximal policy is an average of policies."""
+    return self._objective.proximal == "ewma"
+
+  def _fresh_state(self, trained: Params) -> TrainState:
+    state = learner_state.init(trained, self._optimizer)
+    if self._averages:
+      average = ewma.ProximalAverage.start(trained)
+      state = dataclasses.replace(state, proximal_average=average)
+    return state
 
   def _compact(self, frozen: Params) -> Params:
     dtype = jnp.dtype(self._policy.config.compute_dtype)
@@ -151,10 +166,7 @@ class Learner:
     """Shapes and shardings of a state."""
     trained, _ = lora.split(self.param_shapes)
     return _abstract(
-      jax.eval_shape(
-        lambda params: learner_state.init(params, self._optimizer), trained
-      ),
-      self._state_shardings,
+      jax.eval_shape(self._fresh_state, trained), self._state_shardings
     )
 
   def snapshot(self, params: Params, *, version: int) -> PolicySnapshot:
@@ -308,7 +320,33 @@ class Learner:
         estimator=objective.kl_estimator,
       )
     entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
-    return self._config.minibatches * loss, (sums, entropy_sum, own)
+    return self._config.minibatches * loss, (
+      (sums, entropy_sum, own),
+      self._trajectories(logprobs, batch),
+    )
+
+  def _trajectories(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, jax.Array] | None:
+    """Log-ratios of a microbatch's trajectories, and which there are.
+
+    Of the policy before the optimizer step, with which its gradient is taken.
+    None where nothing scales the step.
+    """
+    if not self._objective.step_ess_target:
+      return None
+    num_segments = types.row_segments(self._config.row_tokens)
+    ell = policy_losses.trajectory_log_ratio(
+      jax.lax.stop_gradient(logprobs),
+      batch.behavior_logprobs,
+      batch.loss_mask,
+      batch.segment_ids,
+      num_segments=num_segments,
+    )
+    present = policy_losses.trajectories_present(
+      batch.loss_mask, batch.segment_ids, num_segments=num_segments
+    )
+    return ell, present
 
   def _policy_loss(
     self, logprobs: jax.Array, batch: Batch
@@ -367,6 +405,8 @@ class Learner:
     self, logprobs: jax.Array, batch: Batch
   ) -> tuple[jax.Array, loss_ops.BehaviorSums]:
     objective = self._objective
+    if objective.balances:
+      return self._balanced_loss(logprobs, batch)
     return loss_ops.multi_behavior_loss(
       logprobs,
       batch.behavior_logprobs,
@@ -382,6 +422,33 @@ class Learner:
       max_behavior_weight=objective.max_behavior_weight,
       behavior_weight_mode=objective.behavior_weight_mode,
       partition=self._partition,
+    )
+
+  def _balanced_loss(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, loss_ops.BehaviorSums]:
+    """Of pi/prox alone: the weights have what stands in for prox/mu."""
+    loss, sums = loss_ops.multi_behavior_loss(
+      logprobs,
+      batch.proximal_logprobs,
+      batch.proximal_logprobs,
+      batch.advantages,
+      batch.token_weights,
+      batch.loss_mask,
+      batch.behavior_index,
+      batch.clip_low,
+      batch.clip_high,
+      trust_region="behavior",
+      dual_clip=self._objective.dual_clip,
+      max_behavior_weight=float("inf"),
+      behavior_weight_mode="truncate",
+      partition=self._partition,
+    )
+    return loss, dataclasses.replace(
+      self._ratio_sums(logprobs, batch),
+      clipped_low=sums.clipped_low,
+      clipped_high=sums.clipped_high,
+      clipped_dual=sums.clipped_dual,
     )
 
   def _ratio_sums(
@@ -413,35 +480,49 @@ class Learner:
     params, opt_state = carry
 
     def accumulate(grads, microbatch):
-      (loss, sums), new = jax.value_and_grad(self._loss, has_aux=True)(
+      (loss, aux), new = jax.value_and_grad(self._loss, has_aux=True)(
         params, frozen, microbatch
       )
       # Cut as the parameters are, at once: each device then receives the sum
       # of its own part, and no device ever holds a whole gradient.
       new = jax.lax.with_sharding_constraint(new, self.trained_shardings)
-      return jax.tree.map(jnp.add, grads, new), (loss, sums)
+      return jax.tree.map(jnp.add, grads, new), (loss, *aux)
 
     zeros = jax.lax.with_sharding_constraint(
       jax.tree.map(jnp.zeros_like, params), self.trained_shardings
     )
-    grads, (losses, sums) = jax.lax.scan(accumulate, zeros, batch)
+    grads, (losses, sums, trajectories) = jax.lax.scan(accumulate, zeros, batch)
     loss = jnp.sum(losses)
     sums, entropy, own = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
     norm = optax.tree.norm(grads)
     tokens = jnp.sum(sums.tokens)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     usable = (tokens > 0) & finite
+    scaling = self._step_scale(trajectories)
 
     def update(_):
       updates, new = self._optimizer.update(grads, opt_state, params)
+      if scaling:  # After Adam, which would undo it.
+        updates = optax.tree.scale(scaling["step_scale"], updates)
       return optax.apply_updates(params, updates), new
 
     carry = jax.lax.cond(usable, update, lambda _: (params, opt_state), None)
     # What was not trained on is not counted, nor may its NaN reach a metric.
-    sums, entropy, own = jax.tree.map(
-      lambda x: jnp.where(usable, x, 0.0), (sums, entropy, own)
+    sums, entropy, own, scaling = jax.tree.map(
+      lambda x: jnp.where(usable, x, 0.0), (sums, entropy, own, scaling)
     )
-    return carry, (loss, norm, usable, finite, entropy, sums, own)
+    return carry, (loss, norm, usable, finite, entropy, sums, own, scaling)
+
+  def _step_scale(
+    self, trajectories: tuple[jax.Array, jax.Array] | None
+  ) -> dict[str, jax.Array]:
+    """VCPO's factor of the optimizer's update, and why; {} for none."""
+    if trajectories is None:
+      return {}
+    scale, ess_fraction = policy_losses.vcpo_scale(
+      *trajectories, base_ess_fraction=self._objective.step_ess_target
+    )
+    return {"step_scale": scale, "trajectory_ess_fraction": ess_fraction}
 
   def _train_step(self, state: TrainState, frozen: Params, batch: Batch):
     microbatches = batch.tokens.shape[:2]
@@ -456,13 +537,53 @@ class Learner:
       clip_high=spread(batch.clip_high),
       versions=spread(batch.versions),
     )
+    average = state.proximal_average
+    if average is not None:
+      average = ewma.update(
+        average, state.params, window=self._objective.ewma_window
+      )
+      proximal = self._logprobs_of_all(average.params, frozen, scanned)
+      scanned = dataclasses.replace(scanned, proximal_logprobs=proximal)
     (params, opt_state), outputs = jax.lax.scan(
       functools.partial(self._minibatch, frozen),
       (state.params, state.opt_state),
       scanned,
     )
-    state = TrainState(state.step + 1, params, opt_state)
-    return state, _metrics(*outputs)
+    metrics = _metrics(*outputs)
+    if average is not None:
+      passed, tokens = self._passed(metrics)
+      metrics["train/proximal_passed"] = passed, tokens
+      average = ewma.reset_if_strayed(
+        average,
+        passed_tokens=passed,
+        tokens=tokens,
+        min_passed_fraction=self._objective.ewma_min_passed_fraction,
+      )
+      reset = (average.weight == 0).astype(jnp.float32)
+      metrics["train/proximal_resets"] = reset, jnp.float32(1)
+    state = TrainState(state.step + 1, params, opt_state, average)
+    return state, metrics
+
+  def _logprobs_of_all(
+    self, params: Params, frozen: Params, batch: Batch
+  ) -> jax.Array:
+    """[minibatches, microbatches, B, T], one microbatch at a time."""
+
+    def of_one(microbatch: Batch) -> jax.Array:
+      return self._logprobs(params, frozen, microbatch)[0]
+
+    return jax.lax.map(lambda minibatch: jax.lax.map(of_one, minibatch), batch)
+
+  def _passed(
+    self, metrics: dict[str, tuple[jax.Array, jax.Array]]
+  ) -> tuple[jax.Array, jax.Array]:
+    """Tokens that passed the mask of prox/mu and the clip, and all tokens."""
+    stopped = ["clipped_low", "clipped_high", "clipped_dual"]
+    if self._objective.behavior_weight_mode != "truncate":
+      stopped.append("weight_capped")
+    tokens, _ = metrics["train/tokens"]
+    held = sum(metrics[f"train/{name}"][0] for name in stopped)
+    return tokens - held, tokens
 
 
 def _abstract(shapes: Any, shardings: Any) -> Any:
@@ -476,7 +597,7 @@ def _abstract(shapes: Any, shardings: Any) -> Any:
   )
 
 
-def _metrics(losses, norms, usable, finite, entropy, sums, own):
+def _metrics(losses, norms, usable, finite, entropy, sums, own, scaling):
   """(sum, count) pairs from arrays [M] and per-version sums [M, E].
 
   A loss's own metrics, of the same name, come in place of the kernel's.
@@ -491,7 +612,7 @@ def _metrics(losses, norms, usable, finite, entropy, sums, own):
   used = usable.astype(jnp.float32)
   norm = jnp.sum(jnp.where(usable, norms, 0.0))
   non_finite = jnp.sum(jnp.logical_not(finite).astype(jnp.float32))
-  return {
+  metrics = {
     "train/loss": (jnp.sum(jnp.where(usable, losses, 0.0)), minibatches),
     "train/grad_norm": (norm, jnp.sum(used)),
     "train/skipped": (minibatches - jnp.sum(used), jnp.float32(1)),
@@ -505,4 +626,9 @@ def _metrics(losses, norms, usable, finite, entropy, sums, own):
     "train/clipped_dual": (total.clipped_dual, tokens),
     "train/weight_capped": (total.weight_capped, tokens),
     "train/ess_fraction": (jnp.sum(ess), tokens),
-  } | {f"train/{name}": (jnp.sum(own[name]), tokens) for name in own}
+  }
+  metrics |= {f"train/{name}": (jnp.sum(own[name]), tokens) for name in own}
+  return metrics | {
+    f"train/{name}": (jnp.sum(values), jnp.sum(used))
+    for name, values in scaling.items()
+  }

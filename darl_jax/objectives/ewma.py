@@ -21,7 +21,8 @@ class ProximalAverage:
 
   Attributes:
     params: theta_prox; float32, whatever the policy's are.
-    weight: float32 [], Z, the sum of the weights b^(t-k); at least 1.
+    weight: float32 [], Z, the sum of the weights b^(t-k); 0 before the first
+      update, and then at least 1.
   """
 
   params: Params
@@ -29,9 +30,11 @@ class ProximalAverage:
 
   @classmethod
   def start(cls, params: Params) -> "ProximalAverage":
-    """The average of one policy: itself. Also what a reset gives."""
-    copies = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-    return cls(copies, jnp.ones((), jnp.float32))
+    """The average of no policy yet, shaped and cut as ``params`` are."""
+    zeros = jax.tree.map(
+      lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params
+    )
+    return cls(zeros, jnp.zeros((), jnp.float32))
 
 
 def update(
@@ -40,6 +43,8 @@ def update(
   """Takes in the policy of this step; once per learner step, before it.
 
     Z <- b Z + 1,  theta_prox <- theta_prox + (theta - theta_prox) / Z
+
+  The first one, and the one after a reset, gives theta itself.
 
   Args:
     average: Until the previous step.
@@ -63,25 +68,20 @@ def update(
 
 def reset_if_strayed(
   average: ProximalAverage,
-  params: Params,
   *,
   passed_tokens: jax.Array,
   tokens: jax.Array,
   min_passed_fraction: float,
 ) -> ProximalAverage:
-  """theta_prox <- theta, Z <- 1 where too few tokens get through.
+  """Z <- 0 where too few tokens got through: the next update starts anew.
 
   Args:
-    average: The present one.
-    params: theta.
+    average: That of the step.
     passed_tokens: [], masked-in tokens of the step that passed both the mask of
       prox/mu and the clip of pi/prox.
     tokens: [], all masked-in tokens of the step; with none nothing is reset.
     min_passed_fraction: In [0, 1]; 0.9 as published.
   """
   strayed = passed_tokens < min_passed_fraction * tokens
-  return jax.tree.map(
-    lambda fresh, kept: jnp.where(strayed, fresh, kept),
-    ProximalAverage.start(params),
-    average,
-  )
+  weight = jnp.where(strayed, 0.0, average.weight)
+  return dataclasses.replace(average, weight=weight)

@@ -355,10 +355,26 @@ def trajectory_log_ratio(
   return jnp.clip(total, -numerics.MAX_LOG_RATIO, numerics.MAX_LOG_RATIO)
 
 
+def trajectories_present(
+  loss_mask: jax.Array, segment_ids: jax.Array, *, num_segments: int
+) -> jax.Array:
+  """Which segment ids of each row have a masked-in token.
+
+  Args:
+    loss_mask: As above, and so are the next two.
+    segment_ids: See above.
+    num_segments: See above.
+
+  Returns:
+    bool [B, num_segments + 1].
+  """
+  return _per_trajectory(loss_mask, segment_ids, num_segments) > 0
+
+
 def vcpo_scale(
   ell: jax.Array, present: jax.Array, *, base_ess_fraction: float
-) -> jax.Array:
-  """What VCPO multiplies the learning rate by: float32 [], in (0, 1].
+) -> tuple[jax.Array, jax.Array]:
+  """What VCPO multiplies the learning rate by.
 
     sqrt(min(1, (ESS / B) / rho_base))
 
@@ -370,8 +386,11 @@ def vcpo_scale(
     ell: [...], log pi(y) - log mu(y), nats, as ``trajectory_log_ratio`` returns
       them for the whole optimizer batch.
     present: bool [...], where there is a trajectory with a token; B of them.
-      Without any the scale is 1.
     base_ess_fraction: rho_base, the ESS / B of a step at the full rate; > 0.
+
+  Returns:
+    scale: float32 [], in (0, 1].
+    ess_fraction: float32 [], ESS / B. Both are 1 without a trajectory.
   """
   ell = jax.lax.stop_gradient(numerics.masked(ell, present))
   ell = jnp.clip(ell, -numerics.MAX_LOG_RATIO, numerics.MAX_LOG_RATIO)
@@ -383,8 +402,9 @@ def vcpo_scale(
     jnp.sum(weight), jnp.sum(jnp.square(weight))
   )
   fraction = numerics.safe_divide(ess, trajectories)
+  fraction = jnp.where(trajectories > 0, fraction, 1.0)
   scale = jnp.sqrt(jnp.minimum(1.0, fraction / base_ess_fraction))
-  return jnp.where(trajectories > 0, scale, 1.0)
+  return scale, fraction
 
 
 def _constants(

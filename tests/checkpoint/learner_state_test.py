@@ -1,5 +1,6 @@
 """What was saved comes back, bit for bit, wherever it is wanted."""
 
+import dataclasses
 import os
 import tempfile
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from darl_jax.checkpoint import learner_state
 from darl_jax.learner import state as state_lib
+from darl_jax.objectives import ewma
 from darl_jax.types import TrainState
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -78,6 +80,24 @@ class CheckpointTest(parameterized.TestCase):
       jax.tree.leaves(restored), jax.tree.leaves(like), strict=True
     ):
       self.assertEqual(ours.sharding, theirs.sharding)
+
+  def test_an_averaged_policy_too(self):
+    state = make_state(make_mesh(2, 2), step=7)
+    average = ewma.ProximalAverage.start(state.params)
+    average = jax.tree.map(
+      lambda new, old: jax.device_put(new, old.sharding),
+      ewma.update(average, state.params, window=2),
+      dataclasses.replace(average, weight=state.step),
+    )
+    state = dataclasses.replace(state, proximal_average=average)
+    learner_state.save(self.folder, state)
+    restored = learner_state.restore(self.folder, specification(state))
+    self._assert_same(restored, state)
+    self.assertIsInstance(restored.proximal_average, ewma.ProximalAverage)
+    params = learner_state.restore_params(
+      self.folder, specification(state.params)
+    )
+    self._assert_same(params, state.params)
 
   def test_like_may_be_a_state_of_arrays(self):
     state = make_state(make_mesh(1, 2), step=7)

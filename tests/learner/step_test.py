@@ -22,6 +22,7 @@ from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
 from darl_jax.sharding import meshes, transfer
 from darl_jax.types import Batch, PolicySnapshot, Prompt, ScoreBatch
+from tests.objectives import reference
 
 _VOCAB = 42
 # Of a ScoreBatch where nothing truncates.
@@ -632,6 +633,329 @@ class LossFamilyTest(parameterized.TestCase):
       lowered = learner.programs()["train_step"]()
       shapes = jax.tree.leaves(lowered.in_avals[0][2])
       self.assertLen(shapes, len(jax.tree.leaves(batch)), loss)
+
+
+class BalancedTest(parameterized.TestCase):
+  """pi/prox is clipped, and mu has no say: the weights have."""
+
+  def _step(self, *shape, train=(1, 1, 1), **changes):
+    minibatches, microbatches = shape or (1, 1)
+    learner = _learner(
+      behavior_weighting="balance",
+      trust_region="decoupled",
+      minibatches=minibatches,
+      microbatches=microbatches,
+      train=train,
+    )
+    batch = _batch(*shape, **self._fields() | changes)
+    state, metrics = learner.step(_state(learner), batch)
+    return state, _values(metrics)
+
+  def _fields(self):
+    rng = np.random.default_rng(6)
+    start, _ = _learner().score(_params(_learner()), _score_batch())
+    self.start = np.asarray(start)
+    fields = {
+      name: (self.start + rng.normal(scale=0.4, size=self.start.shape))
+      for name in ("behavior_logprobs", "proximal_logprobs")
+    }
+    weights = rng.uniform(0, 2, size=self.start.shape) / 100
+    fields["token_weights"] = weights
+    return {name: x.astype(np.float32) for name, x in fields.items()}
+
+  def test_by_the_formula(self):
+    _, values = self._step()
+    fields, plain = self._fields(), _batch()
+    mask, a = plain.loss_mask[0, 0], plain.advantages[0, 0].astype(np.float64)
+    r = np.exp(self.start.astype(np.float64) - fields["proximal_logprobs"])
+    term = np.minimum(r * a, np.clip(r, 0.8, 1.28) * a)
+    term = np.where(a < 0, np.maximum(term, 3 * a), term)
+    want = -np.sum((fields["token_weights"] * term)[mask])
+    np.testing.assert_allclose(values["train/loss"], want, rtol=1e-5)
+    high = np.mean(((r > 1.28) & (a > 0))[mask])
+    np.testing.assert_allclose(values["train/clipped_high"], high, rtol=1e-5)
+    # What is said of ratios is of pi/mu, as everywhere.
+    ratio = np.exp(self.start - fields["behavior_logprobs"])[mask].mean()
+    np.testing.assert_allclose(values["train/ratio"], ratio, rtol=1e-5)
+
+  def test_mu_changes_ratios_alone(self):
+    state, values = self._step()
+    other, others = self._step(behavior_logprobs=self.start)
+    _assert_close(other, state, atol=0)
+    self.assertEqual(others["train/loss"], values["train/loss"])
+    self.assertAlmostEqual(others["train/ratio"], 1.0, delta=1e-5)
+
+  def test_microbatches_on_eight_devices_add_up(self):
+    want, want_values = self._step()
+    got, values = self._step(1, 2, train=(2, 2, 2))
+    _assert_close(values, want_values, atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+
+
+class StepScaleTest(parameterized.TestCase):
+  """VCPO: what the optimizer does, times what its samples are worth."""
+
+  _TARGET = 0.9
+
+  def _batch(self, *shape, **changes):
+    """Drifted, and some of it from other policies."""
+    scored, _ = _learner().score(_params(_learner()), _score_batch())
+    noise = np.random.default_rng(1).normal(scale=0.8, size=(_ROWS, _TOKENS))
+    behavior = (np.asarray(scored) + noise).astype(np.float32)
+    return _batch(*shape, **dict(behavior_logprobs=behavior) | changes)
+
+  def _ess_fraction(self, params, batch):
+    """In float64, from the scoring pass."""
+    logprobs, _ = _learner().score(params, _score_batch())
+    ell = np.asarray(logprobs, np.float64) - batch.behavior_logprobs[0, 0]
+    totals = [
+      ell[row][batch.loss_mask[0, 0, row] & (segments == i)].sum()
+      for row, segments in enumerate(batch.segment_ids[0, 0])
+      for i in (1, 2)
+    ]
+    weights = np.exp(totals)
+    ess = weights.sum() ** 2 / np.square(weights).sum()
+    return ess / len(weights)
+
+  @parameterized.parameters("clipped", "topr")
+  def test_scales_what_the_optimizer_does(self, loss):
+    plain, scaled = (
+      _learner(loss=loss),
+      _learner(loss=loss, step_ess_target=self._TARGET),
+    )
+    batch = self._batch()
+    fraction = self._ess_fraction(_params(plain), batch)
+    scale = np.sqrt(fraction / self._TARGET)
+    self.assertBetween(scale, 0.2, 0.95)
+    want, want_metrics = plain.step(_state(plain), batch)
+    got, metrics = scaled.step(_state(scaled), batch)
+    values, want_values = _values(metrics), _values(want_metrics)
+    self.assertAlmostEqual(values.pop("train/step_scale"), scale, places=5)
+    self.assertAlmostEqual(
+      values.pop("train/trajectory_ess_fraction"), fraction, places=5
+    )
+    _assert_close(values, want_values, atol=1e-6)
+    moved = jax.tree.map(
+      lambda new, old: old + scale * (np.asarray(new) - old),
+      want.params,
+      _host_params(),
+    )
+    _assert_close(got.params, moved, atol=1e-6)
+    self.assertGreater(_largest_gap(got.params, want.params), 1e-4)
+    # The moments are those of the whole gradient.
+    _assert_close(got.opt_state, want.opt_state, atol=1e-6)
+
+  @parameterized.parameters(
+    (1, 4, (1, 1, 1)), (1, 2, (2, 2, 2)), (1, 1, (2, 2, 1))
+  )
+  def test_is_of_the_whole_optimizer_batch(self, minibatches, parts, train):
+    whole = _learner(step_ess_target=self._TARGET)
+    cut = _learner(
+      step_ess_target=self._TARGET, microbatches=parts, train=train
+    )
+    want, want_metrics = whole.step(_state(whole), self._batch())
+    got, metrics = cut.step(_state(cut), self._batch(minibatches, parts))
+    _assert_close(_values(metrics), _values(want_metrics), atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+
+  def test_each_optimizer_step_has_its_own(self):
+    learner = _learner(step_ess_target=self._TARGET, minibatches=2)
+    batch = self._batch(2)
+    spoiled = dataclasses.replace(
+      batch, behavior_logprobs=batch.behavior_logprobs.copy()
+    )
+    # The second one's trajectories have one that outweighs all others.
+    spoiled.behavior_logprobs[1, 0, 0] -= 5
+    _, metrics = learner.step(_state(learner), batch)
+    _, spoiled_metrics = learner.step(_state(learner), spoiled)
+    name = "train/step_scale"
+    self.assertLess(
+      _values(spoiled_metrics)[name], _values(metrics)[name] - 0.1
+    )
+    self.assertEqual(float(metrics[name][1]), 2)
+
+  def test_what_is_skipped_has_none(self):
+    learner = _learner(step_ess_target=self._TARGET)
+    for changes in (
+      dict(loss_mask=np.zeros((_ROWS, _TOKENS), bool)),
+      dict(behavior_logprobs=np.full((_ROWS, _TOKENS), np.nan, "f4")),
+    ):
+      state, metrics = learner.step(_state(learner), self._batch(**changes))
+      values = _values(metrics)
+      self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+      self.assertEqual(float(metrics["train/step_scale"][1]), 0)
+      self.assertEqual(_largest_gap(state.params, _host_params()), 0)
+
+
+class AveragedProximalTest(parameterized.TestCase):
+  """The proximal policy that is an average of the policies so far."""
+
+  def _learners(self, window, min_passed=0.9, **keywords):
+    """Around the average, and around the policy at the start of the step."""
+    shared = dict(
+      trust_region="decoupled", behavior_weight_mode="band", **keywords
+    )
+    return (
+      _learner(
+        proximal="ewma",
+        ewma_window=window,
+        ewma_min_passed_fraction=min_passed,
+        **shared,
+      ),
+      _learner(**shared),
+    )
+
+  def _state(self, learner, lora_rank=0):
+    host = _host_params(lora_rank=lora_rank)
+    return learner.init_state(jax.device_put(host, learner.param_shardings))
+
+  def _batch(self, learner, params, seed=0, scale=0.3):
+    """Drifted from ``params``, under which it was scored."""
+    scored, _ = learner.score(params, _score_batch())
+    scored = np.asarray(scored)
+    noise = scale * np.random.default_rng(seed).normal(size=scored.shape)
+    config = learner._config
+    return _batch(
+      config.minibatches,
+      config.microbatches,
+      behavior_logprobs=(scored + noise).astype(np.float32),
+      proximal_logprobs=scored,
+    )
+
+  @parameterized.parameters(
+    (1, 1, (1, 1, 1), 0), (2, 2, (1, 1, 1), 0), (1, 2, (2, 2, 2), 2)
+  )
+  def test_window_0_is_recompute(self, minibatches, parts, train, rank):
+    averaged, plain = self._learners(
+      0,
+      minibatches=minibatches,
+      microbatches=parts,
+      train=train,
+      lora_rank=rank,
+    )
+    got, want = (self._state(x, rank) for x in (averaged, plain))
+    self.assertIsNone(want.proximal_average)
+    for seed in range(3):
+      batch = self._batch(plain, want.params, seed)
+      got, metrics = averaged.step(got, batch)
+      want, want_metrics = plain.step(want, batch)
+      values, want_values = _values(metrics), _values(want_metrics)
+      self.assertGreater(values["train/weight_capped"], 0)
+      _assert_close(
+        {name: values[name] for name in want_values}, want_values, atol=1e-5
+      )
+      _assert_close(got.params, want.params, atol=1e-6)
+    self.assertGreater(
+      _largest_gap(want.params, self._state(plain, rank).params), 1e-3
+    )
+
+  @parameterized.parameters(((1, 1, 1), 0), ((2, 2, 2), 0), ((2, 2, 2), 2))
+  def test_is_the_average_of_the_policies_before_each_step(self, train, rank):
+    averaged, _ = self._learners(8, 0.0, train=train, lora_rank=rank)
+    state, policies = self._state(averaged, rank), []
+    layout = jax.tree.map(lambda leaf: leaf.sharding, state)
+    for seed in range(4):
+      policies.append(jax.tree.map(np.array, state.params))
+      batch = self._batch(averaged, state.params, seed)
+      state, metrics = averaged.step(state, batch)
+      self.assertEqual(_values(metrics)["train/proximal_resets"], 0)
+    want = jax.tree.map(
+      lambda *leaves: reference.ewma(leaves, window=8), *policies
+    )
+    _assert_close(state.proximal_average.params, want, atol=1e-6)
+    self.assertGreater(_largest_gap(policies[-1], want), 1e-3)
+    # Cut as the parameters are, and not by chance.
+    self.assertEqual(jax.tree.map(lambda leaf: leaf.sharding, state), layout)
+    self.assertEqual(
+      jax.tree.map(lambda leaf: leaf.sharding, state.proximal_average.params),
+      averaged.trained_shardings,
+    )
+    self.assertEqual(averaged.compiles()["train_step"], 1)
+
+  def test_the_trust_region_is_around_it(self):
+    """As if its log-probs had come with the batch."""
+    averaged, plain = self._learners(8, 0.0)
+    state = self._state(averaged)
+    for seed in range(3):
+      batch = self._batch(averaged, state.params, seed)
+      before = jax.tree.map(np.array, state)
+      state, metrics = averaged.step(state, batch)
+    # One minibatch: around the policy itself nothing would be clipped.
+    values = _values(metrics)
+    clipped = values["train/clipped_low"] + values["train/clipped_high"]
+    self.assertGreater(clipped, 0.005)
+    centre = jax.device_put(
+      state.proximal_average.params, plain.param_shardings
+    )
+    logprobs, _ = plain.score(centre, _score_batch())
+    want, want_metrics = plain.step(
+      jax.device_put(
+        dataclasses.replace(before, proximal_average=None),
+        plain._state_shardings,
+      ),
+      dataclasses.replace(
+        batch, proximal_logprobs=np.asarray(logprobs)[None, None]
+      ),
+    )
+    _assert_close(state.params, want.params, atol=1e-6)
+    want_values = _values(want_metrics)
+    _assert_close(
+      {name: values[name] for name in want_values}, want_values, atol=1e-5
+    )
+    passed = 1 - sum(
+      values[f"train/{name}"]
+      for name in (
+        "clipped_low",
+        "clipped_high",
+        "clipped_dual",
+        "weight_capped",
+      )
+    )
+    self.assertAlmostEqual(values["train/proximal_passed"], passed, places=5)
+
+  def test_starts_anew_when_too_few_tokens_pass(self):
+    averaged, _ = self._learners(8)
+    state = self._state(averaged)
+    state, metrics = averaged.step(
+      state, self._batch(averaged, state.params, scale=0.1)
+    )
+    self.assertEqual(_values(metrics)["train/proximal_resets"], 0)
+    state, metrics = averaged.step(
+      state, self._batch(averaged, state.params, scale=2.0)
+    )
+    self.assertLess(_values(metrics)["train/proximal_passed"], 0.9)
+    self.assertEqual(_values(metrics)["train/proximal_resets"], 1)
+    before = jax.tree.map(np.array, state.params)
+    batch = self._batch(averaged, state.params, scale=0.1)
+    state, metrics = averaged.step(state, batch)
+    self.assertEqual(_values(metrics)["train/proximal_resets"], 0)
+    self.assertEqual(float(state.proximal_average.weight), 1)
+    jax.tree.map(
+      np.testing.assert_array_equal, state.proximal_average.params, before
+    )
+
+  def test_a_step_without_a_token_is_no_reason_to(self):
+    averaged, _ = self._learners(8)
+    none = _batch(loss_mask=np.zeros((_ROWS, _TOKENS), bool))
+    state, metrics = averaged.step(self._state(averaged), none)
+    values = _values(metrics)
+    self.assertTrue(np.all(np.isfinite(list(values.values()))), values)
+    self.assertEqual(values["train/proximal_resets"], 0)
+    self.assertEqual(float(state.proximal_average.weight), 1)
+
+  def test_an_abstract_state_is_the_real_one(self):
+    averaged, plain = self._learners(8, train=(2, 2, 2))
+    of = lambda x: (x.shape, x.dtype, x.sharding)  # noqa: E731
+    state = self._state(averaged)
+    self.assertEqual(
+      jax.tree.map(of, state), jax.tree.map(of, averaged.abstract_state())
+    )
+    averaged.programs()["train_step"]()
+    # Where it is off, nothing is held.
+    extra = len(jax.tree.leaves(state)) - len(
+      jax.tree.leaves(plain.abstract_state())
+    )
+    self.assertEqual(extra, len(jax.tree.leaves(state.params)) + 1)
 
 
 class SkippedTest(parameterized.TestCase):

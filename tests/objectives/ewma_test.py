@@ -16,7 +16,7 @@ def _policies(steps=7):
 
 def _run(policies, window):
   average = ewma.ProximalAverage.start({"w": jnp.asarray(policies[0])})
-  for theta in policies[1:]:
+  for theta in policies:
     average = ewma.update(average, {"w": jnp.asarray(theta)}, window=window)
   return average
 
@@ -35,6 +35,8 @@ class UpdateTest(parameterized.TestCase):
   def test_by_hand(self):
     # W = 2: b = 1/2, Z = 1.5, (0.5 * 1 + 4) / 1.5 = 3.
     average = ewma.ProximalAverage.start(jnp.float32(1.0))
+    average = ewma.update(average, jnp.float32(1.0), window=2)
+    self.assertEqual((average.params, average.weight), (1.0, 1.0))
     average = ewma.update(average, jnp.float32(4.0), window=2)
     np.testing.assert_allclose(average.params, 3.0, rtol=1e-6)
     np.testing.assert_allclose(average.weight, 1.5)
@@ -46,6 +48,7 @@ class UpdateTest(parameterized.TestCase):
   def test_keeps_float32(self):
     half = jnp.ones(2, jnp.bfloat16)
     average = ewma.ProximalAverage.start(half)
+    average = ewma.update(average, half, window=20)
     average = ewma.update(average, half * 1.0078125, window=20)
     self.assertEqual(average.params.dtype, jnp.float32)
     np.testing.assert_allclose(average.params, 1 + 0.0078125 / (1 + 10 / 11))
@@ -59,6 +62,7 @@ class UpdateTest(parameterized.TestCase):
   def test_outlives_a_donated_policy(self):
     params = jnp.ones(3)
     average = ewma.ProximalAverage.start(params)
+    average = ewma.update(average, params, window=2)
     params.delete()
     np.testing.assert_array_equal(average.params, np.ones(3))
 
@@ -66,7 +70,7 @@ class UpdateTest(parameterized.TestCase):
     policies = np.stack([_policies(), _policies()[::-1]])
     average = jax.vmap(ewma.ProximalAverage.start)(jnp.asarray(policies[:, 0]))
     step = jax.jit(jax.vmap(lambda a, p: ewma.update(a, p, window=3)))
-    for i in range(1, policies.shape[1]):
+    for i in range(policies.shape[1]):
       average = step(average, jnp.asarray(policies[:, i]))
     for got, one in zip(average.params, policies, strict=True):
       want = reference.ewma(list(one), window=3)
@@ -82,10 +86,14 @@ class ResetTest(parameterized.TestCase):
     theta = {"w": jnp.full((3, 2), 7.0)}
     got = ewma.reset_if_strayed(
       average,
-      theta,
       passed_tokens=jnp.float32(passed),
       tokens=jnp.float32(tokens),
       min_passed_fraction=0.9,
     )
-    want = ewma.ProximalAverage.start(theta) if reset else average
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    if not reset:
+      jax.tree.map(np.testing.assert_array_equal, got, average)
+      return
+    # theta_prox <- theta, Z <- 1: of the next step's policy.
+    got = ewma.update(got, theta, window=3)
+    np.testing.assert_array_equal(got.params["w"], theta["w"])
+    self.assertEqual(got.weight, 1)

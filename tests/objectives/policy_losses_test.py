@@ -294,12 +294,20 @@ class ReferenceTest(parameterized.TestCase):
       packed["segment_ids"],
       num_segments=_SEGMENTS,
     )
-    present = np.zeros(ell.shape, bool)
-    for row in range(_ROWS):
-      present[row, packed["segment_ids"][row][packed["loss_mask"][row]]] = True
-    return float(
-      policy_losses.vcpo_scale(ell, jnp.asarray(present), base_ess_fraction=rho)
+    present = policy_losses.trajectories_present(
+      packed["loss_mask"], packed["segment_ids"], num_segments=_SEGMENTS
     )
+    want = np.zeros(ell.shape, bool)
+    for row in range(_ROWS):
+      want[row, packed["segment_ids"][row][packed["loss_mask"][row]]] = True
+    np.testing.assert_array_equal(present, want)
+    scale, fraction = policy_losses.vcpo_scale(
+      ell, present, base_ess_fraction=rho
+    )
+    np.testing.assert_allclose(
+      scale, np.sqrt(min(1, fraction / rho)), rtol=1e-6
+    )
+    return float(scale)
 
 
 class ByHandTest(parameterized.TestCase):
@@ -432,7 +440,7 @@ class MaskTest(parameterized.TestCase):
     )
     # A sum of 20s is held to 20 as well.
     self.assertEqual(np.abs(ell).max(), 20 if shift else 0)
-    scale = policy_losses.vcpo_scale(ell, ell != 99, base_ess_fraction=0.5)
+    scale, _ = policy_losses.vcpo_scale(ell, ell != 99, base_ess_fraction=0.5)
     self.assertBetween(float(scale), 0.0, 1.0)
     proximal = policy_losses.loglinear_proximal(
       *_of(packed, "logprobs", "behavior_logprobs", "behavior_index"),
@@ -650,4 +658,4 @@ class ReductionTest(parameterized.TestCase):
     got = policy_losses.vcpo_scale(
       ell, jnp.ones((3, 4), bool), base_ess_fraction=1.0
     )
-    np.testing.assert_allclose(got, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(got, (1.0, 1.0), rtol=1e-6)

@@ -116,6 +116,31 @@ class PlanTest(parameterized.TestCase):
     moved = 3 * whole.snapshot_bytes / (4 * plan.chip.host_bytes_per_s)
     self.assertAlmostEqual(whole.publish_seconds, seconds["publish"] + moved)
 
+  def test_an_averaged_policy_takes_room_and_a_forward_pass(self):
+    values = config_lib.to_dict(config())
+    values["objective"] |= dict(trust_region="decoupled", proximal="ewma")
+    run = config_lib.parse(values)
+    policy = Policy(run.model, vocab_size=VOCAB)
+    split = meshes.split_devices(run.mesh, jax.devices())
+    theirs, ours = (
+      plan_lib._lowerings(each, policy, split) for each in (config(), run)
+    )
+    trained = plan_lib._param_bytes(run, policy, split)["trained"]
+    for name in ("score", "publish"):
+      self.assertEqual(ours[name][2] - theirs[name][2], trained)
+    # Of the state, which the step's program has as its arguments.
+    leaves = [
+      len(jax.tree.leaves(each["train_step"][0]().args_info))
+      for each in (theirs, ours)
+    ]
+    params = jax.tree.leaves(jax.eval_shape(policy.init, jax.random.key(0)))
+    self.assertEqual(leaves[1] - leaves[0], len(params) + 1)
+    flops = [
+      plan_lib._work(each, VOCAB, read=64)["train_step"][1]
+      for each in (config(), run)
+    ]
+    self.assertAlmostEqual(flops[1] / flops[0], 4 / 3)
+
   def test_adapters_take_little(self):
     values = config_lib.to_dict(config())
     values["model"] |= dict(

@@ -38,7 +38,7 @@ class Settings:
   trust_region: Literal["behavior", "decoupled"]
   dual_clip: float
   max_behavior_weight: float
-  behavior_weight_mode: Literal["truncate", "mask"]
+  behavior_weight_mode: Literal["truncate", "mask", "band"]
 
 
 class Result(NamedTuple):
@@ -351,14 +351,17 @@ def _by_token(
   ell = logprobs - behavior_logprobs
   behavior_ell = clamp(ell)
   behavior_ratio = ratio = jnp.exp(behavior_ell)
-  capped = jnp.zeros(mask.shape, bool)
+  capped, kept = jnp.zeros(mask.shape, bool), jnp.ones(mask.shape, bool)
   if proximal:
     ell = logprobs - proximal[0]
     ratio = jnp.exp(clamp(ell))
     weight = jnp.exp(clamp(proximal[0] - behavior_logprobs))
     capped = weight > settings.max_behavior_weight
-    truncate = settings.behavior_weight_mode == "truncate"
-    above = settings.max_behavior_weight if truncate else 0.0
+    above = settings.max_behavior_weight
+    if settings.behavior_weight_mode == "band":
+      capped |= weight < 1.0 / settings.max_behavior_weight
+    if settings.behavior_weight_mode != "truncate":
+      above, kept = 0.0, ~capped
     weights *= jnp.where(capped, above, weight)
 
   low, high = clip_distances()
@@ -374,9 +377,9 @@ def _by_token(
   gradient = jnp.where(too_low | too_high, 0.0, scale * ratio * slope)
   values = ref.BehaviorSums(
     tokens=jnp.ones(mask.shape, bool),
-    clipped_low=too_low,
-    clipped_high=too_high & (advantages > 0),
-    clipped_dual=too_high & negative,
+    clipped_low=kept & too_low,
+    clipped_high=kept & too_high & (advantages > 0),
+    clipped_dual=kept & too_high & negative,
     ratio=behavior_ratio,
     ratio_squared=behavior_ratio * behavior_ratio,
     kl=ref.k3(behavior_ell, behavior_ratio),

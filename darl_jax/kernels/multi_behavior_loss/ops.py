@@ -16,7 +16,7 @@ from darl_jax.kernels.partition import Partition, per_shard
 
 BehaviorSums = ref.BehaviorSums
 TrustRegion = Literal["behavior", "decoupled"]
-BehaviorWeightMode = Literal["truncate", "mask"]
+BehaviorWeightMode = Literal["truncate", "mask", "band"]
 
 
 def multi_behavior_loss(
@@ -59,7 +59,7 @@ def multi_behavior_loss(
     trust_region: Centre of the clip.
     dual_clip: Above 1; inf for none.
     max_behavior_weight: At least 1; inf for none.
-    behavior_weight_mode: What happens above that cap.
+    behavior_weight_mode: What happens above that cap, or outside its band.
     partition: How rows lie on the mesh: what is [B, T] is cut along
       ``partition.rows``, and what is [E] is whole on every device.
 

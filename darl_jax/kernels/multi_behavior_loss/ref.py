@@ -20,15 +20,16 @@ class BehaviorSums:
 
   Attributes:
     tokens: Masked-in tokens.
-    clipped_low: Tokens with A < 0 held at 1 - clip_low: no gradient.
+    clipped_low: Tokens with A < 0 held at 1 - clip_low: no gradient. Like the
+      next two, without those that ``behavior_weight_mode`` drops.
     clipped_high: Tokens with A > 0 held at 1 + clip_high: no gradient.
     clipped_dual: Tokens with A < 0 held at dual_clip: no gradient.
     ratio: Sum of pi/mu.
     ratio_squared: Sum of (pi/mu)^2; with ``ratio``, the effective sample size.
     kl: Sum of k3 = r - 1 - log r, r = pi/mu, nats: on tokens sampled from mu an
       unbiased, non-negative estimate of KL(mu || pi).
-    weight_capped: Tokens with prox/mu above its cap; 0 under the trust region
-      ``behavior``.
+    weight_capped: Tokens with prox/mu above its cap, or below that of mu/prox
+      under the mode ``band``; 0 under the trust region ``behavior``.
   """
 
   tokens: jax.Array
@@ -55,7 +56,7 @@ def multi_behavior_loss(
   trust_region: Literal["behavior", "decoupled"],
   dual_clip: float,
   max_behavior_weight: float,
-  behavior_weight_mode: Literal["truncate", "mask"],
+  behavior_weight_mode: Literal["truncate", "mask", "band"],
 ) -> tuple[jax.Array, BehaviorSums]:
   """Clipped surrogate over samples of several behavior policies.
 
@@ -65,17 +66,18 @@ def multi_behavior_loss(
 
     behavior:   r = pi/mu_v,    w = 1
     decoupled:  r = pi/prox,    w = min(prox/mu_v, max_behavior_weight), or 0
-                above that cap under the mode ``mask``
+                above that cap under the mode ``mask``, or 0 outside
+                [1/max_behavior_weight, max_behavior_weight] under ``band``
 
   For a given sign of A each term is A times a bounded ratio, with bounds
   (0, 1 + hi) for A >= 0 and (1 - lo, c) for A < 0; that is how it is computed.
   A ratio exactly on a bound keeps its gradient; one outside has none.
 
   Source: method 2.3, our reconstruction of D-ARL's objective; ``decoupled`` as
-  in arXiv:2110.00641 and arXiv:2505.24298; c is dual-clip PPO
-  (arXiv:1912.09729). The learner multiplies by the number of minibatches M.
-  Losses of microbatches add up: there is no mean in here, the weights c_it hold
-  every denominator.
+  in arXiv:2110.00641 and arXiv:2505.24298, its band as in arXiv:2605.12070; c
+  is dual-clip PPO (arXiv:1912.09729). The learner multiplies by the number of
+  minibatches M. Losses of microbatches add up: there is no mean in here, the
+  weights c_it hold every denominator.
 
   Gradients flow through ``logprobs`` only. Masked slots may hold anything,
   NaN and infinity included. All log-ratios are clamped to [-20, 20]; beyond
@@ -96,7 +98,8 @@ def multi_behavior_loss(
     dual_clip: c > 1; inf for none.
     max_behavior_weight: Cap of prox/mu_v, >= 1; inf for none.
     behavior_weight_mode: Above the cap: truncate to it, or drop the token
-      (whose share of the denominator remains).
+      (whose share of the denominator remains); ``band`` drops those below its
+      inverse, too.
 
   Returns:
     loss: float32 [], 0 if every token is masked.
@@ -110,14 +113,18 @@ def multi_behavior_loss(
   advantages = numerics.masked(advantages, loss_mask)
   weights = numerics.masked(token_weights, loss_mask)
   behavior_ell = numerics.log_ratio(logprobs, behavior_logprobs, loss_mask)
-  capped = jnp.zeros_like(loss_mask)
+  capped, kept = jnp.zeros_like(loss_mask), loss_mask
   if trust_region == "decoupled":
     ratio = jnp.exp(numerics.log_ratio(logprobs, proximal_logprobs, loss_mask))
     behavior_weight = jnp.exp(
       numerics.log_ratio(proximal_logprobs, behavior_logprobs, loss_mask)
     )
     capped = loss_mask & (behavior_weight > max_behavior_weight)
-    above = max_behavior_weight if behavior_weight_mode == "truncate" else 0.0
+    above = max_behavior_weight
+    if behavior_weight_mode == "band":
+      capped |= loss_mask & (behavior_weight < 1.0 / max_behavior_weight)
+    if behavior_weight_mode != "truncate":
+      above, kept = 0.0, loss_mask & ~capped
     weights *= jnp.where(capped, above, behavior_weight)
   else:
     ratio = jnp.exp(behavior_ell)
@@ -136,9 +143,9 @@ def multi_behavior_loss(
   sums = _sum_by_version(
     BehaviorSums(
       tokens=loss_mask,
-      clipped_low=too_low,
-      clipped_high=too_high & (advantages > 0),
-      clipped_dual=too_high & negative,
+      clipped_low=kept & too_low,
+      clipped_high=kept & too_high & (advantages > 0),
+      clipped_dual=kept & too_high & negative,
       ratio=behavior_ratio,
       ratio_squared=jnp.square(behavior_ratio),
       kl=k3(behavior_ell, behavior_ratio),

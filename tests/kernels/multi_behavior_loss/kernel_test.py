@@ -14,6 +14,7 @@ from darl_jax.kernels.multi_behavior_loss import block_sizes, kernel, ref
 _BEHAVIOR = kernel.Settings("behavior", 3.0, 2.0, "truncate")
 _DECOUPLED = kernel.Settings("decoupled", 3.0, 2.0, "truncate")
 _MASKED = kernel.Settings("decoupled", 3.0, 2.0, "mask")
+_BAND = kernel.Settings("decoupled", 3.0, 1.3, "band")
 _OPEN = kernel.Settings("decoupled", math.inf, math.inf, "truncate")
 _KERNELS = dict(tpu=kernel.tpu, cuda=kernel.cuda)
 _BLOCKS = dict(tpu=block_sizes.TPU, cuda=block_sizes.CUDA)
@@ -152,6 +153,7 @@ class KernelTest(parameterized.TestCase):
       (_SHAPE, 9, _BEHAVIOR),
       (_SHAPE, 9, _DECOUPLED),
       (_SHAPE, 9, _MASKED),
+      (_SHAPE, 9, _BAND),
       (_SHAPE, 9, _OPEN),
       ((8, 128), 8, _BEHAVIOR),  # One whole block, the loops unrolled.
       ((1, 1), 1, _MASKED),
@@ -201,7 +203,7 @@ class KernelTest(parameterized.TestCase):
 
   @parameterized.product(
     platform=("tpu", "cuda"),
-    settings=(_BEHAVIOR, _MASKED, _OPEN),
+    settings=(_BEHAVIOR, _MASKED, _BAND, _OPEN),
     extreme=((0.0, -1e4), (-1e4, 0.0), (-1e4, -1e4), (-np.inf, 0.0)),
   )
   def test_extreme_logprobs(self, platform, settings, extreme):

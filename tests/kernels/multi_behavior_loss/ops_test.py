@@ -21,7 +21,8 @@ _SETTINGS = dict(
 )
 _DECOUPLED = dict(_SETTINGS, trust_region="decoupled")
 _MASKED = dict(_DECOUPLED, behavior_weight_mode="mask")
-_ALL_SETTINGS = (_SETTINGS, _DECOUPLED, _MASKED)
+_BAND = dict(_DECOUPLED, behavior_weight_mode="band", max_behavior_weight=1.3)
+_ALL_SETTINGS = (_SETTINGS, _DECOUPLED, _MASKED, _BAND)
 _FLOATS = (
   "logprobs",
   "behavior_logprobs",
@@ -126,21 +127,25 @@ def _transcribed(batch, **settings):
     term = min(r * a, clipped * a)
     if a < 0:
       term = max(term, settings["dual_clip"] * a)
-    w = 1.0
+    w, kept = 1.0, True
     if settings["trust_region"] == "decoupled":
       w = np.exp(clamp(prox - mu))
-      if w > settings["max_behavior_weight"]:
+      most, mode = (
+        settings[name]
+        for name in ("max_behavior_weight", "behavior_weight_mode")
+      )
+      if w > most or (mode == "band" and w < 1 / most):
         sums["weight_capped"][v] += 1
-        truncate = settings["behavior_weight_mode"] == "truncate"
-        w = settings["max_behavior_weight"] if truncate else 0.0
+        kept = mode == "truncate"
+        w = most if kept else 0.0
     loss -= c * w * term
     if term == r * a and abs(pi - centre) < 20:
       gradient[at] = -c * w * r * a
     behavior_ratio = np.exp(clamp(pi - mu))
     sums["tokens"][v] += 1
-    sums["clipped_low"][v] += a < 0 and r < 1 - low
-    sums["clipped_high"][v] += a > 0 and r > 1 + high
-    sums["clipped_dual"][v] += a < 0 and r > settings["dual_clip"]
+    sums["clipped_low"][v] += kept and a < 0 and r < 1 - low
+    sums["clipped_high"][v] += kept and a > 0 and r > 1 + high
+    sums["clipped_dual"][v] += kept and a < 0 and r > settings["dual_clip"]
     sums["ratio"][v] += behavior_ratio
     sums["ratio_squared"][v] += behavior_ratio**2
     sums["kl"][v] += behavior_ratio - 1 - np.log(behavior_ratio)
@@ -196,6 +201,28 @@ class MultiBehaviorLossTest(parameterized.TestCase):
     loss, _, gradient = _loss(batch, **_MASKED)
     np.testing.assert_allclose(loss, -1.1 * 1.5, rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0, -1.65]], rtol=1e-6)
+
+  def test_band_by_hand(self):
+    # prox/mu = 0.25, 1, 4 and 0.5 in a band of [1/3, 3]; pi/prox = 1.1, and
+    # 1.5 where it is dropped, so that no clip is counted.
+    batch = _batch(rows=1, tokens=4, versions=1, masked=0.0) | dict(
+      behavior_logprobs=np.zeros((1, 4), "f4"),
+      proximal_logprobs=np.log([[0.25, 1, 4, 0.5]]).astype("f4"),
+      logprobs=np.log([[0.375, 1.1, 4.4, 0.55]]).astype("f4"),
+      advantages=np.ones((1, 4), "f4"),
+      token_weights=np.ones((1, 4), "f4"),
+      clip_high=np.array([0.2], "f4"),
+    )
+    settings = dict(_BAND, max_behavior_weight=3.0)
+    loss, sums, gradient = _loss(batch, **settings)
+    np.testing.assert_allclose(loss, -1.1 * 1.5, rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[0, -1.1, 0, -0.55]], rtol=1e-6)
+    np.testing.assert_array_equal(sums.weight_capped, [2])
+    np.testing.assert_array_equal(sums.clipped_high, [0])
+    np.testing.assert_array_equal(sums.tokens, [4])
+    _, sums, _ = _loss(batch, **dict(settings, behavior_weight_mode="mask"))
+    np.testing.assert_array_equal(sums.weight_capped, [1])
+    np.testing.assert_array_equal(sums.clipped_high, [1])
 
   @parameterized.product(
     settings=_ALL_SETTINGS,
