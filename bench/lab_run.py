@@ -271,7 +271,7 @@ class _Run:
     self._due: dict[int, list[TrajectoryGroup]] = collections.defaultdict(list)
     self._held: dict[int, PolicySnapshot] = {}
     self._num_groups = 0
-    self._curve: list[tuple[int, float]] = []
+    self._curve: list[list[float]] = []
     self._scalars: list[dict[str, float]] = []
     self._ages: collections.Counter[int] = collections.Counter()
     self._scored = self._skipped = self._trained_tokens = 0
@@ -389,7 +389,7 @@ class _Run:
     accuracy = self._lab.accuracy(self._held[step])
     config = self._config.rollout
     generated = step * config.prompts_per_batch * config.samples_per_prompt
-    self._curve.append((generated, accuracy))
+    self._curve.append([generated, accuracy])
 
   def _row(self, seconds: float, cpu_seconds: float) -> dict[str, Any]:
     """Plain JSON data.

@@ -697,6 +697,20 @@ COMBINATIONS = (
   ),
   (dict(num_steps=5), "learner.warmup_steps", 0),
   (
+    dict(replay__max_candidates=63, replay__reject_fraction=0.5),
+    "replay.max_candidates",
+    64,
+  ),
+  (
+    dict(
+      replay__max_candidates=127,
+      replay__selection_mode="keep_best",
+      replay__keep_fraction=0.25,
+    ),
+    "replay.max_candidates",
+    128,
+  ),
+  (
     dict(watch__stop_on=("reward_one", "non_finit")),
     "watch.stop_on",
     ("reward_one", "non_finite"),

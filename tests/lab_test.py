@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from tests.fixtures import runs
+
 _BENCH = str(pathlib.Path(__file__).resolve().parent.parent / "bench")
 
 
@@ -20,6 +22,8 @@ def _bench(name: str):
     sys.path.append(_BENCH)
   return importlib.import_module(name)
 
+
+compile_once = runs.compile_once
 
 lab = _bench("lab")
 lab_methods = _bench("lab_methods")
@@ -43,7 +47,7 @@ class TestStaleness:
     for law in ("uniform", "fixed", "mixed"):
       for step in range(6):
         ages = lab_run.Staleness(law, 4).ages(50, step=step, seed=1)
-        assert 0 <= ages.min() and ages.max() <= min(step, 4)
+        assert set(ages.tolist()) <= set(range(min(step, 4) + 1))
     assert set(lab_run.Staleness("fixed", 4).ages(9, step=9, seed=0)) == {4}
 
   def test_ages_are_those_of_seed_and_step(self):
@@ -65,6 +69,13 @@ def _config(method="darl", *, bound=3, steps=7, **changes):
     config,
     prompts=dataclasses.replace(config.prompts, num_items=600),
     warm_start=dataclasses.replace(config.warm_start, steps=2),
+    rollout=dataclasses.replace(
+      config.rollout, prompts_per_batch=4, samples_per_prompt=8, slots=32
+    ),
+    replay=dataclasses.replace(config.replay, max_candidates=64, min_batch=4),
+    learner=dataclasses.replace(
+      config.learner, batch_size=32, rows=32, score_rows=16
+    ),
     evaluate=dataclasses.replace(config.evaluate, every=3, num_prompts=32),
   )
 
@@ -74,6 +85,7 @@ def small_lab(tmp_path_factory):
   return lab_run.Lab(_config(), tmp_path_factory.mktemp("lab"))
 
 
+@pytest.mark.slow
 class TestRun:
   def test_the_same_run_twice(self, small_lab):
     staleness = lab_run.Staleness("uniform", 3)
@@ -86,7 +98,7 @@ class TestRun:
     )
     assert first == again
     assert other["scalars"] != first["scalars"]
-    assert [x for x, _ in first["curve"]] == [0, 3 * 256, 6 * 256, 7 * 256]
+    assert [x for x, _ in first["curve"]] == [0, 3 * 32, 6 * 32, 7 * 32]
     assert json.loads(json.dumps(first)) == first
 
   def test_each_sample_is_trained_at_the_age_that_the_law_says(self, small_lab):
@@ -96,9 +108,6 @@ class TestRun:
     trained = sum(row["ages"].values())
     assert trained == row["fates"]["trained"]
     assert row["ages"]["3"] > row["ages"]["0"] + row["ages"]["1"]
-    assert row["scalars"]["uses"] == [
-      0.0 if v == 0 else v for v in row["scalars"]["uses"]
-    ]
 
   def test_without_the_ring_a_sample_is_used_once(self, small_lab):
     rows = [
@@ -108,32 +117,27 @@ class TestRun:
     once, again = (max(v or 0 for v in r["scalars"]["uses"]) for r in rows)
     assert once == 0 < again
 
-  def test_mixed_responses_have_two_versions(self, small_lab):
-    staleness = lab_run.Staleness("mixed", 2)
+  def test_mixed_responses_begin_with_an_older_version(self, small_lab):
     config = _config("grpo", bound=2)
     config = dataclasses.replace(
       config, rollout=dataclasses.replace(config.rollout, chunk_tokens=2)
     )
+    staleness = lab_run.Staleness("mixed", 2)
     run = lab_run._Run(
       lab_run.Lab(config, small_lab._folder), config, staleness, seed=5
     )
-    run.execute()
-    spans = (
-      {
-        tuple(np.unique(entry.trajectory.policy_version))
-        for entry in run._ring.try_take(1).entries
-      }
-      if run._ring.try_take(1)
-      else set()
-    )
-    versions = [
-      len(set(t.policy_version.tolist()))
+    run._plan()
+    for version in range(3):
+      run._due.clear()
+      run._publish(version)
+    versions = {
+      tuple(trajectory.policy_version[trajectory.loss_mask].tolist())
       for groups in run._due.values()
       for group in groups
-      for t in group.trajectories
-    ]
-    assert all(len(span) <= 2 for span in spans)
-    assert all(count <= 2 for count in versions)
+      for trajectory in group.trajectories
+    }
+    assert {(1,) * 2 + (2,) * n for n in range(5)} >= versions - {(1,)}
+    assert any(len(set(tokens)) == 2 for tokens in versions)
 
   def test_the_learner_is_compiled_once_for_all_seeds(self, small_lab):
     config = _config()
@@ -219,7 +223,7 @@ class TestJobs:
     assert jobs[0]._replace(seed=9) not in rows
 
   def test_tuning_seeds_are_not_reported(self):
-    assert lab._FIRST_SEED > max(lab._HALVING_SEED, lab._FINAL_SEED)
+    assert max(lab._HALVING_SEED, lab._FINAL_SEED) < lab._FIRST_SEED
 
 
 def _row(method, seed, accuracies):

@@ -37,6 +37,7 @@ def make_config(**changes) -> config_lib.ReplayConfig:
     keep_fraction=0.5,
     reject_fraction=0.25,
     max_metric=float("inf"),
+    max_candidates=0,
     min_batch=2,
     snapshot_bytes=2**20,
     trajectory_bytes=2**20,
