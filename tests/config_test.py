@@ -389,6 +389,7 @@ COMBINATIONS = (
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  (dict(objective__kl_target="reference"), "objective.kl_target", "behavior"),
   (
     dict(num_steps=2**31 - 1, learner__minibatches=2),
     "num_steps",

@@ -15,6 +15,7 @@ from configs import (
   gspo,
   loglinear_ppo,
   m2po,
+  reference_kl,
   rloo,
   snapshot_ppo,
   topr,
@@ -44,6 +45,7 @@ CLIPPED = {
   snapshot_ppo: ("proximal", "snapshot"),
   ewma_ppo: ("proximal", "ewma"),
   vcpo: ("step_ess_target", 0.5),
+  reference_kl: ("kl_target", "reference"),
 }
 
 
@@ -74,7 +76,9 @@ class LossFamilyTest(parameterized.TestCase):
     self._assert_trains(module, "train/weight_capped")
 
   @pytest.mark.slow
-  @parameterized.parameters((vcpo, "train/step_scale"))
+  @parameterized.parameters(
+    (vcpo, "train/step_scale"), (reference_kl, "train/reference_kl")
+  )
   def test_what_goes_with_any_loss(self, module, own):
     self._assert_trains(module, own)
 

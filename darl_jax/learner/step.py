@@ -102,9 +102,10 @@ class Learner:
       ),
       proximal_average=(
         ewma.ProximalAverage(self.trained_shardings, replicated)
-        if self._averages
+        if objective.averages_policies
         else None
       ),
+      reference=self.trained_shardings if objective.keeps_reference else None,
     )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
     self._partition = rules.partition(mesh, rules.TRAIN_RULES)
@@ -146,16 +147,14 @@ class Learner:
     # Scalars come out of eager code on one device.
     return jax.device_put(self._fresh_state(trained), self._state_shardings)
 
-  @property
-  def _averages(self) -> bool:
-    """Whether the proximal policy is an average of policies."""
-    return self._objective.proximal == "ewma"
-
   def _fresh_state(self, trained: Params) -> TrainState:
     state = learner_state.init(trained, self._optimizer)
-    if self._averages:
+    if self._objective.averages_policies:
       average = ewma.ProximalAverage.start(trained)
       state = dataclasses.replace(state, proximal_average=average)
+    if self._objective.keeps_reference:  # A copy: the step donates both.
+      reference = jax.tree.map(jnp.copy, trained)
+      state = dataclasses.replace(state, reference=reference)
     return state
 
   def _compact(self, frozen: Params) -> Params:
@@ -312,18 +311,29 @@ class Learner:
     logprobs, entropy = self._logprobs(params, frozen, batch)
     loss, sums, own = self._policy_loss(logprobs, batch)
     if objective.kl_coefficient:
-      loss += objective.kl_coefficient * policy_losses.kl_penalty(
-        logprobs,
-        batch.behavior_logprobs,
-        batch.token_weights,
-        batch.loss_mask,
-        estimator=objective.kl_estimator,
-      )
+      penalty, penalty_sums = self._kl_penalty(logprobs, batch)
+      loss += objective.kl_coefficient * penalty
+      own = own | penalty_sums
     entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
     return self._config.minibatches * loss, (
       (sums, entropy_sum, own),
       self._trajectories(logprobs, batch),
     )
+
+  def _kl_penalty(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, policy_losses.Sums]:
+    """By all tokens' weights: one that a mask rejects is held near, too."""
+    rest = batch.token_weights, batch.loss_mask
+    estimator = self._objective.kl_estimator
+    if self._objective.keeps_reference:
+      return policy_losses.reference_kl_penalty(
+        logprobs, batch.reference_logprobs, *rest, estimator=estimator
+      )
+    penalty = policy_losses.kl_penalty(
+      logprobs, batch.behavior_logprobs, *rest, estimator=estimator
+    )
+    return penalty, {}
 
   def _trajectories(
     self, logprobs: jax.Array, batch: Batch
@@ -515,6 +525,9 @@ class Learner:
       )
       proximal = self._logprobs_of_all(average.params, frozen, scanned)
       scanned = dataclasses.replace(scanned, proximal_logprobs=proximal)
+    if state.reference is not None:
+      logprobs = self._logprobs_of_all(state.reference, frozen, scanned)
+      scanned = dataclasses.replace(scanned, reference_logprobs=logprobs)
     (params, opt_state), outputs = jax.lax.scan(
       functools.partial(self._minibatch, frozen),
       (state.params, state.opt_state),
@@ -532,7 +545,9 @@ class Learner:
       )
       reset = (average.weight == 0).astype(jnp.float32)
       metrics["train/proximal_resets"] = reset, jnp.float32(1)
-    state = TrainState(state.step + 1, params, opt_state, average)
+    state = TrainState(
+      state.step + 1, params, opt_state, average, state.reference
+    )
     return state, metrics
 
   def _logprobs_of_all(

@@ -295,6 +295,50 @@ def kl_penalty(
   return jnp.sum(weights * estimate)
 
 
+def reference_kl_penalty(
+  logprobs: jax.Array,
+  reference_logprobs: jax.Array,
+  token_weights: jax.Array,
+  loss_mask: jax.Array,
+  *,
+  estimator: KlEstimator,
+) -> tuple[jax.Array, Sums]:
+  """sum_it c_it m_it k_it, an estimate of KL(pi || ref).
+
+  With x = log pi - log ref:
+
+    estimator   value            derivative by log pi
+    k1          x                x
+    k2          x^2 / 2          x
+    k3          exp(-x) - 1 + x  1 - exp(-x)
+
+  Over tokens of pi, x grad log pi has the mean grad KL(pi || ref). It is k2's
+  derivative, and is given to k1 as well, whose own one would be 1, which pushes
+  nowhere on average. k3's is that of KL(ref || pi). Tokens of an older policy
+  count as if pi had sampled them. Sources: Schulman, "Approximating KL
+  divergence" (2020); k3 as in arXiv:2402.03300.
+
+  Args:
+    logprobs: As above, and so are the others but the next.
+    reference_logprobs: float [B, T], nats, of the reference policy.
+    token_weights: See above.
+    loss_mask: See above.
+    estimator: k1, k2 or k3.
+
+  Returns:
+    penalty: float32 [], nats.
+    sums: ``reference_kl``, sum of k_it over tokens, nats.
+  """
+  weights = jax.lax.stop_gradient(numerics.masked(token_weights, loss_mask))
+  arguments = jax.lax.stop_gradient(reference_logprobs), logprobs, loss_mask
+  estimate = _KL_ESTIMATORS[estimator](*arguments)
+  if estimator == "k1":
+    slope = log_ratio.k2(*arguments)
+    estimate = jax.lax.stop_gradient(estimate - slope) + slope
+  kl = jax.lax.stop_gradient(jnp.sum(estimate))
+  return jnp.sum(weights * estimate), {"reference_kl": kl}
+
+
 def loglinear_proximal(
   logprobs: jax.Array,
   behavior_logprobs: jax.Array,

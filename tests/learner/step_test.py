@@ -730,6 +730,96 @@ class StepScaleTest(parameterized.TestCase):
       self.assertEqual(_largest_gap(state.params, _host_params()), 0)
 
 
+class ReferenceTest(parameterized.TestCase):
+  """A penalty on the way from where the run began."""
+
+  def _step(self, learner, state, **shape):
+    noise = np.random.default_rng(int(state.step)).normal(
+      scale=0.3, size=(_ROWS, _TOKENS)
+    )
+    scored, _ = learner.score(state.params, _score_batch())
+    behavior = (np.asarray(scored) + noise).astype(np.float32)
+    config = learner._config
+    batch = _batch(
+      config.minibatches, config.microbatches, behavior_logprobs=behavior
+    )
+    state, metrics = learner.step(state, batch)
+    return state, _values(metrics)
+
+  @parameterized.parameters(
+    (dict(), 0), (dict(train=(2, 2, 2), microbatches=2), 2)
+  )
+  def test_holds_the_policy_near_it(self, shape, rank):
+    plain = _learner(lora_rank=rank, **shape)
+    held = _learner(
+      kl_coefficient=0.5, kl_target="reference", lora_rank=rank, **shape
+    )
+    host = _host_params(lora_rank=rank)
+    start = lora.split(host)[0]
+    got, want = (
+      learner.init_state(jax.device_put(host, learner.param_shardings))
+      for learner in (held, plain)
+    )
+    self.assertIsNone(want.reference)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, got)
+    self.assertEqual(layout.reference, held.trained_shardings)
+    got, values = self._step(held, got)
+    want, want_values = self._step(plain, want)
+    # Nothing to hold yet.
+    self.assertAlmostEqual(values.pop("train/reference_kl"), 0.0, places=5)
+    _assert_close(values, want_values, atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-6)
+    for _ in range(2):
+      got, values = self._step(held, got)
+      want, _ = self._step(plain, want)
+    self.assertGreater(values["train/reference_kl"], 1e-4)
+    jax.tree.map(np.testing.assert_array_equal, got.reference, start)
+    distance = lambda params: sum(  # noqa: E731
+      np.sum(np.square(np.asarray(a) - b))
+      for a, b in zip(
+        jax.tree.leaves(params), jax.tree.leaves(start), strict=True
+      )
+    )
+    self.assertLess(distance(got.params), distance(want.params))
+    self.assertEqual(jax.tree.map(lambda leaf: leaf.sharding, got), layout)
+    self.assertEqual(held.compiles()["train_step"], 1)
+    of = lambda x: (x.shape, x.dtype, x.sharding)  # noqa: E731
+    self.assertEqual(
+      jax.tree.map(of, got), jax.tree.map(of, held.abstract_state())
+    )
+
+  @parameterized.parameters("k1", "k2", "k3")
+  def test_the_penalty_is_the_estimators(self, estimator):
+    plain = _learner(loss="estr")
+    held = _learner(
+      kl_coefficient=0.5,
+      kl_target="reference",
+      kl_estimator=estimator,
+      loss="estr",
+    )
+    entropy = np.full((_ROWS, _TOKENS), 0.1, np.float32)
+    other = jax.device_put(_host_params(1), held.trained_shardings)
+    batch = _batch(behavior_entropy=entropy)
+    state = dataclasses.replace(_state(held), reference=other)
+    x = np.asarray(held.score(state.params, _score_batch())[0]) - np.asarray(
+      held.score(other, _score_batch())[0]
+    )
+    _, metrics = held.step(state, batch)
+    _, plain_metrics = plain.step(_state(plain), batch)
+    each = {"k1": x, "k2": x**2 / 2, "k3": np.exp(-x) - 1 + x}[estimator]
+    mean = each[_batch().loss_mask[0, 0]].mean()
+    self.assertGreater(_values(plain_metrics)["train/rejected"], 0)
+    np.testing.assert_allclose(
+      _values(metrics)["train/reference_kl"], mean, rtol=1e-4
+    )
+    # The weights are 1 / N, of the rejected tokens as well.
+    np.testing.assert_allclose(
+      _values(metrics)["train/loss"],
+      _values(plain_metrics)["train/loss"] + 0.5 * mean,
+      rtol=1e-4,
+    )
+
+
 class AveragedProximalTest(parameterized.TestCase):
   """The proximal policy that is an average of the policies so far."""
 

@@ -46,6 +46,7 @@ def _packed(seed=0, *, max_tokens=5, spread=0.25):
     behavior_entropy=rng.uniform(0.0, 1.5, shape).astype(np.float32),
     behavior_index=rng.integers(3, size=shape).astype(np.int32),
     token_weights=(rng.uniform(0.5, 1.5, shape) / 60).astype(np.float32),
+    reference_logprobs=(mu + rng.normal(size=shape)).astype(np.float32),
   )
 
 
@@ -61,6 +62,7 @@ def _trajectories(packed):
         dict(
           pi=packed["logprobs"][row, at].astype(float),
           mu=packed["behavior_logprobs"][row, at].astype(float),
+          ref=packed["reference_logprobs"][row, at].astype(float),
           entropy=packed["behavior_entropy"][row, at].astype(float),
           c=packed["token_weights"][row, at].astype(float),
           version=packed["behavior_index"][row, at],
@@ -141,6 +143,13 @@ def _kl(logprobs, packed, *, estimator):
   return policy_losses.kl_penalty(logprobs, *arrays, estimator=estimator), {}
 
 
+def _reference_kl(logprobs, packed, *, estimator):
+  arrays = _of(packed, "reference_logprobs", "token_weights", "loss_mask")
+  return policy_losses.reference_kl_penalty(
+    logprobs, *arrays, estimator=estimator
+  )
+
+
 _LOSSES = {
   "gspo": _gspo,
   "cispo": _cispo,
@@ -149,6 +158,9 @@ _LOSSES = {
   "k1": functools.partial(_kl, estimator="k1"),
   "k2": functools.partial(_kl, estimator="k2"),
   "k3": functools.partial(_kl, estimator="k3"),
+  "reference_k1": functools.partial(_reference_kl, estimator="k1"),
+  "reference_k2": functools.partial(_reference_kl, estimator="k2"),
+  "reference_k3": functools.partial(_reference_kl, estimator="k3"),
 }
 _NAMES = list(_LOSSES)
 _POLICY_LOSSES = ("gspo", "cispo", "topr", "estr")
@@ -166,6 +178,10 @@ def _reference(name, batch):
     keep = reference.estr_keep(batch, tau=0.1, eps=0.01)
     return functools.partial(
       reference.clipped, low=_LOW, high=_HIGH, dual=3.0, keep=keep
+    )
+  if name.startswith("reference"):
+    return functools.partial(
+      reference.reference_kl, estimator=name[-2:], at=batch
     )
   return functools.partial(reference.kl, estimator=name)
 
@@ -380,6 +396,27 @@ class ByHandTest(parameterized.TestCase):
     got, _ = _kl(self._packed["logprobs"], self._packed, estimator="k3")
     np.testing.assert_allclose(got, value, rtol=1e-5)
 
+  @parameterized.parameters(
+    # ref/pi = 1/2, 2 and 2, so x = ln 2, -ln 2 and -ln 2.
+    ("k1", lambda ln2: ln2 * (0.25 - 0.75), (1, -1, -1)),
+    ("k2", lambda ln2: ln2**2 / 2, (1, -1, -1)),
+    ("k3", lambda ln2: 0.25 * (ln2 - 0.5) + 0.75 * (1 - ln2), None),
+  )
+  def test_reference_kl(self, estimator, value, slopes):
+    self._packed["reference_logprobs"] = self._packed["behavior_logprobs"]
+    ln2 = np.log(2)
+    slopes = np.array(slopes) * ln2 if slopes else (0.5, -1, -1)
+    weighted = np.array([0.25, 0.25, 0.5]) * slopes
+    self._check(
+      functools.partial(_reference_kl, estimator=estimator),
+      value(ln2),
+      [0, weighted[0], weighted[1], 0, weighted[2]],
+    )
+    _, sums = _reference_kl(
+      self._packed["logprobs"], self._packed, estimator="k1"
+    )
+    np.testing.assert_allclose(sums["reference_kl"], -ln2, rtol=1e-5)
+
 
 class MaskTest(parameterized.TestCase):
   @parameterized.product(name=_NAMES, garbage=[np.nan, np.inf, -np.inf])
@@ -393,6 +430,7 @@ class MaskTest(parameterized.TestCase):
       "behavior_entropy",
       "advantages",
       "token_weights",
+      "reference_logprobs",
     ):
       dirty[field] = np.where(packed["loss_mask"], packed[field], garbage)
     got_loss, got, got_sums = _value_and_grad(name, dirty)
@@ -418,6 +456,7 @@ class MaskTest(parameterized.TestCase):
   def test_extreme_log_ratios(self, name, shift, sign):
     packed = _packed()
     packed["behavior_logprobs"] = packed["logprobs"] - np.float32(shift)
+    packed["reference_logprobs"] = packed["behavior_logprobs"]
     packed["advantages"] = np.full((_ROWS, _TOKENS), sign, np.float32)
     loss, gradient, sums = _value_and_grad(name, packed)
     self.assertTrue(np.isfinite(loss))
@@ -527,10 +566,18 @@ class OnPolicyTest(parameterized.TestCase):
     want = -0.02 * np.where(packed["loss_mask"], packed["advantages"], 0)
     np.testing.assert_allclose(gradient, want, atol=1e-7)
 
-  @parameterized.parameters(("k1", -0.02), ("k2", 0.0), ("k3", 0.0))
+  @parameterized.parameters(
+    ("k1", -0.02),
+    ("k2", 0.0),
+    ("k3", 0.0),
+    ("reference_k1", 0.0),
+    ("reference_k2", 0.0),
+    ("reference_k3", 0.0),
+  )
   def test_gradient_of_the_penalty(self, name, slope):
     packed = _packed()
     packed["behavior_logprobs"] = packed["logprobs"]
+    packed["reference_logprobs"] = packed["logprobs"]
     packed["token_weights"] = np.full((_ROWS, _TOKENS), 0.02, np.float32)
     _, gradient, _ = _value_and_grad(name, packed)
     np.testing.assert_allclose(gradient, slope * packed["loss_mask"], atol=1e-7)
@@ -554,6 +601,36 @@ class OnPolicyTest(parameterized.TestCase):
     value, gradient = jax.value_and_grad(penalty)(jnp.asarray(logits))
     np.testing.assert_allclose(value, np.sum(mu * np.log(mu / pi)), rtol=1e-5)
     np.testing.assert_allclose(gradient, pi - mu, atol=1e-6)
+
+  @parameterized.parameters(
+    ("k1", "pi", "pi"), ("k2", None, "pi"), ("k3", "pi", "ref")
+  )
+  def test_reference_penalty_is_kl(self, estimator, value_of, gradient_of):
+    """Summed over pi itself: KL(pi || ref), and which one's gradient."""
+    rng = np.random.default_rng(0)
+    ref, logits = np.log(rng.dirichlet(np.ones(6))), rng.normal(size=6)
+
+    def penalty(logits):
+      logprobs = jax.nn.log_softmax(logits)
+      got, _ = policy_losses.reference_kl_penalty(
+        logprobs[None],
+        jnp.asarray(ref)[None],
+        jnp.exp(logprobs)[None],
+        jnp.ones((1, 6), bool),
+        estimator=estimator,
+      )
+      return got
+
+    def kl(logits, first):
+      pi = jax.nn.log_softmax(logits)
+      one, other = (pi, ref) if first == "pi" else (ref, pi)
+      return jnp.sum(jnp.exp(one) * (one - other))
+
+    value, gradient = jax.value_and_grad(penalty)(jnp.asarray(logits))
+    if value_of:
+      np.testing.assert_allclose(value, kl(logits, value_of), rtol=1e-5)
+    want = jax.grad(kl)(jnp.asarray(logits), gradient_of)
+    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-6)
 
 
 class ReductionTest(parameterized.TestCase):
