@@ -61,6 +61,8 @@ def get_config() -> config_dict.ConfigDict:
       time_limit_s=5.0,
       memory_limit_mb=4096,
       partial_credit=0.0,
+      overlong_penalty=0.0,
+      overlong_buffer_tokens=0,
       require_isolation=False,
     )
   )
@@ -69,6 +71,7 @@ def get_config() -> config_dict.ConfigDict:
       num_snapshots=4,
       max_staleness=3,
       max_uses=1,
+      drop_overlong=False,
       metric="variance",
       selection_mode="reject_worst",
       keep_fraction=0.5,
@@ -134,6 +137,9 @@ def get_config() -> config_dict.ConfigDict:
       score_rows=32,
     )
   )
+  config.rollback = config_dict.ConfigDict(
+    dict(num_prompts=0, tolerance=0.01, final_tolerance=0.01, max_ratio=2.0)
+  )
   config.mesh = config_dict.ConfigDict(
     dict(
       train=dict(data=1, fsdp=1, tensor=1),
@@ -141,7 +147,7 @@ def get_config() -> config_dict.ConfigDict:
     )
   )
   config.evaluate = config_dict.ConfigDict(
-    dict(every=200, num_prompts=512, temperature=0.0)
+    dict(every=200, num_prompts=512, temperature=0.0, samples_per_prompt=1)
   )
   config.watch = config_dict.ConfigDict(
     dict(

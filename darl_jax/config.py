@@ -236,6 +236,30 @@ class RolloutConfig:
     """Of each prompt, those to be given up included."""
     return self.samples_per_prompt + self.extra_samples
 
+  def beside(
+    self, num_prompts: int, *, samples_per_prompt: int, data: int
+  ) -> "RolloutConfig":
+    """For prompts that are asked beside training, in the memory that it takes.
+
+    As many prompts at a time as training reads, and as many answers as it
+    decodes, where there are several to each.
+
+    Args:
+      num_prompts: Asked at once.
+      samples_per_prompt: Answers to each.
+      data: Slices of the rollout mesh.
+    """
+    most = self.prompts_per_batch
+    if samples_per_prompt > 1:
+      most = min(most, max(self.num_slots // samples_per_prompt, 1))
+    return dataclasses.replace(
+      self,
+      prompts_per_batch=-(-min(num_prompts, most) // data) * data,
+      samples_per_prompt=samples_per_prompt,
+      extra_samples=0,
+      slots=0,
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardsConfig:
@@ -247,6 +271,10 @@ class RewardsConfig:
     memory_limit_mb: Address space of a worker.
     partial_credit: Reward of an answer that is not right, as a multiple of
       the score that its verifier gives it. A right one (score >= 0.99) pays 1.
+    overlong_penalty: What the longest answer loses of its reward before it
+      becomes an advantage; 0 for none, and then the next one means nothing.
+    overlong_buffer_tokens: The last of rollout.max_response_tokens, over which
+      that loss grows from nothing.
     require_isolation: Refuse to start where the system cannot keep verifiers
       from the network and from all files but programs (docs/security.md).
   """
@@ -255,6 +283,8 @@ class RewardsConfig:
   time_limit_s: float
   memory_limit_mb: int
   partial_credit: float
+  overlong_penalty: float
+  overlong_buffer_tokens: int
   require_isolation: bool
 
 
@@ -267,6 +297,8 @@ class ReplayConfig:
     max_staleness: Greatest age, in versions, of a trajectory trained on. 0 is
       the synchronous, deterministic algorithm.
     max_uses: Times that a trajectory may be trained on.
+    drop_overlong: Leave answers that were cut at the length limit out of
+      training; their rewards count in their group all the same.
     metric: Mismatch metric, lower is better matched.
     selection_mode: How a step's batch is drawn from the pool: keep_best,
       reject_worst, or a control that takes as many as reject_worst would.
@@ -282,6 +314,7 @@ class ReplayConfig:
   num_snapshots: int
   max_staleness: int
   max_uses: int
+  drop_overlong: bool
   metric: Literal[
     "variance",
     "second_moment",
@@ -299,6 +332,9 @@ class ReplayConfig:
   timeout_s: float
 
 
+_BALANCE = ("balance", "balance_length_normalized")
+
+
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
   """The multi-behavior objective (method 2.3), its family and advantages (3).
@@ -309,7 +345,11 @@ class ObjectiveConfig:
       ``topr``.
     advantage: How rewards of a group become advantages.
     reward_tolerance: A group whose rewards span no more has advantage 0.
-    behavior_weighting: How the weight of each behavior policy is set.
+    behavior_weighting: How the weight of each behavior policy is set. Under
+      ``balance`` each trajectory has one, in the place of prox/mu and within
+      its cap: prox over the mixture of the ring's snapshots, which costs a
+      scoring pass under each; ``balance_length_normalized`` takes the mean
+      log-probs of tokens, which biases it.
     weight_cap: Greatest weight of a version relative to pooled weighting.
     kappa: Strength of moment and inverse_variance weighting.
     trust_region: Centre of the clip: the behavior policy, or a proximal policy
@@ -358,7 +398,12 @@ class ObjectiveConfig:
   advantage: Literal["group", "group_centered", "rloo"]
   reward_tolerance: float
   behavior_weighting: Literal[
-    "pooled", "ess_token", "moment", "inverse_variance"
+    "pooled",
+    "ess_token",
+    "moment",
+    "inverse_variance",
+    "balance",
+    "balance_length_normalized",
   ]
   weight_cap: float
   kappa: float
@@ -394,6 +439,11 @@ class ObjectiveConfig:
   def keeps_reference(self) -> bool:
     """Whether the learner keeps the policy that the run began with."""
     return self.kl_target == "reference"
+
+  @property
+  def balances(self) -> bool:
+    """Whether trajectories are weighed, by the balance heuristic."""
+    return self.behavior_weighting in _BALANCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,11 +522,34 @@ class EvaluateConfig:
     num_prompts: Held-out prompts asked each time.
     temperature: Of the answers, which are truncated as the rollout's are; 0
       is greedy.
+    samples_per_prompt: k, answers to each of them: accuracy is then their mean
+      (avg@k), and pass@k is reported beside it.
   """
 
   every: int
   num_prompts: int
   temperature: float
+  samples_per_prompt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RollbackConfig:
+  """Steps that are undone where they made the sampler worse (MIPU).
+
+  Attributes:
+    num_prompts: Prompts asked of each new policy, with
+      rollout.samples_per_prompt answers to each, which are not trained on; 0
+      judges no step, and then the next ones mean nothing.
+    tolerance: c of the first step, in units of advantage: a step is undone
+      where T_post, what the sampler earns more than the learner, is below -c.
+    final_tolerance: c of the last step; linear between.
+    max_ratio: Cap of pi/mu of an answer in T_post.
+  """
+
+  num_prompts: int
+  tolerance: float
+  final_tolerance: float
+  max_ratio: float
 
 
 # What ``watch.py`` looks for, by the names that watch.stop_on takes.
@@ -580,6 +653,7 @@ class RunConfig:
   replay: ReplayConfig
   objective: ObjectiveConfig
   learner: LearnerConfig
+  rollback: RollbackConfig
   mesh: MeshConfig
   evaluate: EvaluateConfig
   watch: WatchConfig
@@ -884,6 +958,8 @@ _RANGES = {
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),
   "rewards.partial_credit": _Range(0, 1),
+  "rewards.overlong_penalty": _AT_LEAST_0,
+  "rewards.overlong_buffer_tokens": _Range(0, 2**24),
   "replay.num_snapshots": _COUNT,
   "replay.max_staleness": _AT_LEAST_0,
   "replay.max_uses": _AT_LEAST_1,
@@ -927,6 +1003,10 @@ _RANGES = {
   "learner.rows": _COUNT,
   "learner.row_tokens": _Range(2, 2**24),
   "learner.score_rows": _COUNT,
+  "rollback.num_prompts": _Range(0, _SLOTS),
+  "rollback.tolerance": _AT_LEAST_0,
+  "rollback.final_tolerance": _AT_LEAST_0,
+  "rollback.max_ratio": _Range(1, infinite=True),
   "mesh.train.data": _COUNT,
   "mesh.train.fsdp": _COUNT,
   "mesh.train.tensor": _COUNT,
@@ -935,6 +1015,7 @@ _RANGES = {
   "evaluate.every": _AT_LEAST_1,
   "evaluate.num_prompts": _COUNT,
   "evaluate.temperature": _AT_LEAST_0,
+  "evaluate.samples_per_prompt": _Range(1, _SLOTS),
   "watch.window": _Range(1, 2**20),
   "watch.patience": _AT_LEAST_1,
   "watch.repeat_every": _AT_LEAST_1,
@@ -1340,6 +1421,66 @@ def _check_kl_target(c: Any) -> list[str]:
   ]
 
 
+def _check_behavior_weight_mode(c: Any) -> list[str]:
+  objective = c.objective
+  if objective.trust_region == "decoupled" or (
+    objective.behavior_weight_mode == "truncate"
+  ):
+    return []
+  return [
+    "objective.behavior_weight_mode = "
+    f"{_shown(objective.behavior_weight_mode)} masks tokens by prox/mu, which "
+    "has no part in objective.trust_region = 'behavior'. Try "
+    "objective.behavior_weight_mode='truncate', or "
+    "objective.trust_region='decoupled'."
+  ]
+
+
+def _check_balance(c: Any) -> list[str]:
+  objective, rollout = c.objective, c.rollout
+  if objective.behavior_weighting not in _BALANCE:
+    return []
+  weighting = (
+    f"objective.behavior_weighting = {_shown(objective.behavior_weighting)}"
+  )
+  problems = []
+  if objective.trust_region != "decoupled":
+    problems.append(
+      f"{weighting} stands in for prox/mu, which is in no loss with "
+      f"objective.trust_region = {_shown(objective.trust_region)}. Try "
+      "objective.trust_region='decoupled', or "
+      "objective.behavior_weighting='pooled'."
+    )
+  if objective.proximal not in ("recompute", "snapshot"):
+    problems.append(
+      f"objective.proximal = {_shown(objective.proximal)} is no policy that "
+      f"could be compared with the ring's snapshots before the step, as "
+      f"{weighting} does. Try objective.proximal='recompute'."
+    )
+  if objective.behavior_weight_mode != "truncate":
+    problems.append(
+      "objective.behavior_weight_mode = "
+      f"{_shown(objective.behavior_weight_mode)} masks tokens by their prox/mu,"
+      f" and {weighting} weighs trajectories, up to "
+      "objective.max_behavior_weight. Try "
+      "objective.behavior_weight_mode='truncate'."
+    )
+  if c.replay.max_staleness and rollout.weight_update != "drain":
+    problems.append(
+      f"rollout.weight_update = {_shown(rollout.weight_update)} lets a "
+      f"trajectory mix versions, and {weighting} needs its probability under "
+      "each of them. Try rollout.weight_update='drain'."
+    )
+  for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+    if getattr(rollout, name) != off:
+      problems.append(
+        f"rollout.{name} = {getattr(rollout, name):g} truncates by the snapshot"
+        f" that sampled, and {weighting} needs probabilities under the others, "
+        f"which would have truncated otherwise. Try rollout.{name}={off:g}."
+      )
+  return problems
+
+
 def _check_trajectory_weights(c: Any) -> list[str]:
   if c.objective.loss != "gspo" or c.objective.behavior_weighting == "pooled":
     return []
@@ -1401,6 +1542,30 @@ def _check_warmup(c: Any) -> list[str]:
   ]
 
 
+def _check_overlong(c: Any) -> list[str]:
+  longest = c.rollout.max_response_tokens
+  buffer = c.rewards.overlong_buffer_tokens
+  if not c.rewards.overlong_penalty or 1 <= buffer <= longest:
+    return []
+  return [
+    f"rewards.overlong_buffer_tokens = {buffer} is not between 1 and "
+    f"rollout.max_response_tokens = {longest}, over the last of which "
+    f"rewards.overlong_penalty = {c.rewards.overlong_penalty:g} grows. Try "
+    f"rewards.overlong_buffer_tokens={-(-longest // 4)}, or "
+    "rewards.overlong_penalty=0."
+  ]
+
+
+def _check_evaluate(c: Any) -> list[str]:
+  if c.evaluate.samples_per_prompt == 1 or c.evaluate.temperature > 0:
+    return []
+  return [
+    f"evaluate.samples_per_prompt = {c.evaluate.samples_per_prompt} asks for "
+    "the same answer again and again: evaluate.temperature = 0 is greedy. Try "
+    "evaluate.samples_per_prompt=1, or evaluate.temperature=1."
+  ]
+
+
 def _check_stop_on(c: Any) -> list[str]:
   names = c.watch.stop_on
   unknown = [name for name in names if name not in ALARMS]
@@ -1440,10 +1605,14 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_trust_region,
   _check_proximal,
   _check_kl_target,
+  _check_behavior_weight_mode,
+  _check_balance,
   _check_trajectory_weights,
   _check_clip_age_decay,
   _check_schedule,
   _check_updates,
   _check_warmup,
+  _check_overlong,
+  _check_evaluate,
   _check_stop_on,
 )

@@ -1,7 +1,8 @@
 """Accuracy on held-out prompts."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,14 +17,18 @@ class Evaluation:
   """What one evaluation found.
 
   Attributes:
-    accuracy: Share of prompts answered right; an answer whose verification
-      failed is not right.
+    accuracy: Share of the answers that are right (avg@k); one whose
+      verification failed is not.
+    pass_at: By j, the chance that one of j answers to a prompt is right
+      (pass@j), for the powers of two up to k and k itself; empty with one
+      answer.
     failures: Answers whose verification failed.
     mean_length: Sampled tokens per answer.
-    groups: The scored answers, one per prompt.
+    groups: The scored answers, one group of k per prompt.
   """
 
   accuracy: float
+  pass_at: Mapping[int, float]
   failures: int
   mean_length: float
   groups: tuple[TrajectoryGroup, ...]
@@ -31,13 +36,30 @@ class Evaluation:
   def metrics(self) -> dict[str, float]:
     return {
       "evaluate/accuracy": self.accuracy,
+      **{f"evaluate/pass@{j}": value for j, value in self.pass_at.items()},
       "evaluate/failures": self.failures,
       "evaluate/mean_length": self.mean_length,
     }
 
 
+def pass_at(right: np.ndarray, j: int) -> float:
+  """The chance that one of j answers to a prompt is right, without bias.
+
+    pass@j = mean over prompts of 1 - C(k - c, j) / C(k, j)
+
+  for c of a prompt's k answers right. Source: arXiv:2107.03374.
+
+  Args:
+    right: bool [prompts, k].
+    j: In [1, k].
+  """
+  k = right.shape[1]
+  missed = [math.comb(k - int(c), j) for c in right.sum(axis=1)]
+  return 1.0 - float(np.mean(missed)) / math.comb(k, j)
+
+
 class Evaluator:
-  """Asks the same held-out prompts each time, once, with the same draws."""
+  """Asks the same held-out prompts each time, with the same draws."""
 
   def __init__(
     self,
@@ -55,23 +77,18 @@ class Evaluator:
       **engine_arguments: As ``Engine`` takes them.
     """
     self._prompts = prompts[: config.evaluate.num_prompts]
-    data = config.mesh.rollout.data
-    # As many prompts at a time as training reads: its memory is enough.
-    rollout = config.rollout
-    most = rollout.prompts_per_batch
-    batch = -(-min(len(self._prompts), most) // data) * data
     greedy = config.evaluate.temperature == 0
-    once = dataclasses.replace(
-      rollout,
-      prompts_per_batch=batch,
-      samples_per_prompt=1,
-      extra_samples=0,
-      slots=0,
+    rollout = dataclasses.replace(
+      config.rollout.beside(
+        len(self._prompts),
+        samples_per_prompt=config.evaluate.samples_per_prompt,
+        data=config.mesh.rollout.data,
+      ),
       temperature=config.evaluate.temperature,
       # The likeliest token is what any truncation keeps.
       **dict(top_k=0, top_p=1.0, min_p=0.0) if greedy else {},
     )
-    self._engine = Engine(policy, once, **engine_arguments)
+    self._engine = Engine(policy, rollout, **engine_arguments)
 
   def answer(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Answers of a snapshot on the rollout mesh, not scored yet."""
@@ -86,9 +103,14 @@ class Evaluator:
     """What the scored answers, in the order of ``answer``, add up to."""
     answers = [trajectory for g in scored for trajectory in g.trajectories]
     rewards = [answer.reward for answer in answers]
-    right = [reward is not None and reward >= CORRECT for reward in rewards]
+    right = np.array(
+      [reward is not None and reward >= CORRECT for reward in rewards]
+    ).reshape(len(scored), -1)
+    k = right.shape[1]
+    counts = {2**i for i in range(k.bit_length())} | {k} if k > 1 else ()
     return Evaluation(
       accuracy=float(np.mean(right)),
+      pass_at={j: pass_at(right, j) for j in sorted(counts)},
       failures=sum(reward is None for reward in rewards),
       mean_length=float(np.mean([answer.num_sampled for answer in answers])),
       groups=tuple(scored),

@@ -46,9 +46,12 @@ from darl_jax.replay.recording import (
   ScheduleWriter,
 )
 from darl_jax.replay.ring import Entry, Pool, Ring, RingClosed, Starved
+from darl_jax.rescoring import proximal
 from darl_jax.rescoring.rescorer import Rescorer
 from darl_jax.rescoring.sampler_parity import SamplerParity
+from darl_jax.rewards import shaping
 from darl_jax.rewards.pool import VerifierPool
+from darl_jax.rollback import Judge
 from darl_jax.rollout.actor import Actor
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
@@ -171,6 +174,9 @@ class Run:
       num_steps=config.num_steps,
       publish_dtype=jnp.dtype(config.rollout.dtype),
     )
+    problems = proximal.snapshot_problems(config, self.learner.param_shapes)
+    if problems:
+      raise ConfigError(problems)
     self._schedule: ScheduleWriter | None = None
     self.ring = self._make_ring(record)
     self.rescorer = Rescorer(self.learner, config.learner, self.ring)
@@ -211,6 +217,19 @@ class Run:
       self.prompts.heldout,
       **engine_arguments,
     )
+    self.judge: Judge | None = None
+    if config.rollback.num_prompts:
+      self.judge = Judge(
+        self.policy,
+        config,
+        self.learner,
+        self.prompts.train,
+        exclusive=self._rollout_mesh_free,
+        place=self._placement.place,
+        verify=self._verify_now,
+        measured=self.ring.measured,
+        **engine_arguments,
+      )
     self._lock = workdir_lib.claim(workdir)
     self.writer = metrics.MetricsWriter(
       workdir, last_step=self._saved.step if self._saved else -1
@@ -312,17 +331,28 @@ class Run:
         version=version,
         dead_tokens=chosen.pool.dead_tokens,
         rng=chosen.rng,
-        snapshot_logprobs=self._snapshot_logprobs(chosen.entries),
+        **proximal.batch_arguments(
+          self.rescorer,
+          config,
+          pool=chosen.pool,
+          entries=chosen.entries,
+          scored_logprobs=chosen.logprobs,
+        ),
       )
-      # From here to the new version nothing is raised if the run is ended: what
-      # is saved is always between two steps.
-      self.state, step_metrics = self.learner.step(self.state, batch)
+      # If the run is ended from here to the new version, the step is either
+      # done or as if it had not begun: what is saved is between two steps.
+      step_metrics, judged = self._take_step(batch, version + 1)
       ages = self.summary.stepped(version + 1, placed)
       self.ring.mark_trained(placed, chosen.pool)
       self._publish(version=version + 1)
       values = self._report(
         version + 1,
-        {**chosen.report, **_prefixed("batch", batch_metrics), **ages},
+        {
+          **chosen.report,
+          **_prefixed("batch", batch_metrics),
+          **ages,
+          **judged,
+        },
         step_metrics,
       )
       self._observe(version + 1, batch, values)
@@ -373,6 +403,10 @@ class Run:
       reward_tolerance=config.objective.reward_tolerance,
       groups_per_version=config.rollout.prompts_per_batch,
       truncated=config.rollout.truncates,
+      shaping=shaping.of_lengths(
+        config.rewards,
+        max_response_tokens=config.rollout.max_response_tokens,
+      ),
     )
 
   def _record(self, event: Any) -> None:
@@ -636,13 +670,29 @@ class Run:
       },
     )
 
-  def _snapshot_logprobs(self, entries: Sequence[Entry]) -> np.ndarray | None:
-    """Of the proximal policy "snapshot"; recorded ones where it is gone."""
-    if self.config.objective.proximal != "snapshot":
-      return None
-    logprobs, known = self.rescorer.under_own(entries)
-    behavior = [entry.trajectory.behavior_logprobs for entry in entries]
-    return np.where(known, logprobs, np.concatenate(behavior))
+  def _take_step(
+    self, batch: Batch, version: int
+  ) -> tuple[Mapping[str, Any], Mapping[str, float]]:
+    """The learner's step to that version, undone where it is rejected.
+
+    Returns:
+      The learner's metrics, and the judge's.
+    """
+    if self.judge is None:
+      self.state, step_metrics = self.learner.step(self.state, batch)
+      return step_metrics, {}
+    kept = self.judge.keep(self.state)
+    self.state, step_metrics = self.learner.step(self.state, batch)
+    try:
+      verdict = self.judge.verdict(self.state.params, version=version)
+    except BaseException:
+      self.state = self.judge.restored(kept)
+      raise
+    if verdict.rejected:
+      step, self.state = self.state.step, self.judge.restored(kept)
+      self.state = dataclasses.replace(self.state, step=step)
+      self.progress.message(f"step {version} is undone: {verdict}")
+    return step_metrics, verdict.metrics()
 
   def _take(self, needed: int, deadline: float) -> Pool:
     """The ring's pool once it holds ``needed``; fills it when synchronous."""
@@ -689,7 +739,8 @@ class Run:
     shown = samples[step % len(samples)]
     self.progress.message(
       f"step {step}: held-out accuracy {evaluation.accuracy:.3f}; "
-      f"{shown['prompt']!r} -> {shown['response']!r}, and "
+      + "".join(f"pass@{k} {p:.3f}; " for k, p in evaluation.pass_at.items())
+      + f"{shown['prompt']!r} -> {shown['response']!r}, and "
       f"{shown['reference']!r} is right"
     )
 
@@ -728,7 +779,9 @@ class Run:
     """One step's metrics, to the files and to the display."""
     occupancy = self.ring.occupancy()
     accounting = self.ring.accounting()
-    updates = step * self.config.learner.minibatches
+    # The optimizer knows of no step that was undone before this one.
+    taken = step - self.summary.rollbacks
+    updates = taken * self.config.learner.minibatches
     values = {
       **metrics.flatten(step_metrics),
       **host_metrics,
@@ -741,6 +794,7 @@ class Run:
       **self.checkpoints.metrics(),
       "train/learning_rate": float(self.learner.schedule(updates - 1)),
     }
+    self.summary.judged(values)
     self._write(step, values)
     self.progress.ring(
       (slot.version, slot.age, slot.trajectories) for slot in occupancy.slots
@@ -928,6 +982,12 @@ def _prompt_problems(
     problems.append(
       f"model.vocab_size = {rows} has no row for some of the tokenizer's "
       f"{needed} tokens. Try model.vocab_size={needed}, or 0 to follow it."
+    )
+  if config.rollback.num_prompts > len(prompts.train):
+    problems.append(
+      f"rollback.num_prompts = {config.rollback.num_prompts}, but only "
+      f"{len(prompts.train)} prompts are trained on. Try "
+      f"rollback.num_prompts={len(prompts.train)}."
     )
   if config.evaluate.num_prompts > len(prompts.heldout):
     problems.append(

@@ -3,7 +3,10 @@
 Stages return metrics; only the loop writes them, through this module. Names
 that the display and the learning curve know (all others are only written):
 
-  evaluate/accuracy             greedy accuracy on held-out prompts, in [0, 1]
+  evaluate/accuracy             of held-out answers, in [0, 1]; greedy unless
+                                evaluate.temperature says otherwise, and the
+                                mean of k to each prompt (avg@k)
+  evaluate/pass@k               chance that one of k answers is right
   train/reward                  mean over the samples verified since last step
   train/accuracy                share of those samples that are right
   warm_start/loss               nats per token
@@ -40,6 +43,8 @@ from tensorboardX.proto import event_pb2, summary_pb2
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CURVE_FILE = "learning_curve.png"
+
+_PASS_AT = "evaluate/pass@"  # And k.
 
 # TensorBoard's buffer goes to disk this often; metrics.jsonl never waits.
 _FLUSH_S = 10.0
@@ -359,6 +364,11 @@ def save_learning_curve(
   steps, values = series("evaluate/accuracy")
   if steps:
     top.plot(steps, values, "o-", color="tab:green", label="accuracy, held out")
+  k = _greatest_k(name for row in rows for name in row)
+  if k:
+    steps, values = series(f"{_PASS_AT}{k}")
+    label = f"pass@{k}, held out"
+    top.plot(steps, values, "o--", color="tab:olive", label=label)
   top.set_ylabel("accuracy, reward")
   below.set_ylabel("age, versions")
   below.set_xlabel("learner step")
@@ -384,6 +394,14 @@ def save_learning_curve(
   path = pathlib.Path(workdir) / CURVE_FILE
   figure.savefig(path, dpi=120)
   return path
+
+
+def _greatest_k(names: Iterable[str]) -> int:
+  """Of the metrics pass@k among ``names``; 0 where there are none."""
+  return max(
+    (int(n.removeprefix(_PASS_AT)) for n in names if n.startswith(_PASS_AT)),
+    default=0,
+  )
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
@@ -709,6 +727,8 @@ def _plain_line(shown: _Snapshot, seconds: str) -> str:
   if shown.accuracy:
     before, latest, best = shown.accuracy
     parts.append(f"accuracy {before:.3f} -> {latest:.3f} (best {best:.3f})")
+  if k := _greatest_k(values):
+    parts.append(f"pass@{k} {values[f'{_PASS_AT}{k}']:.3f}")
   if "train/reward" in values:
     parts.append(f"reward {values['train/reward']:.3f}")
   for who in ("learner", "rollout"):
@@ -840,6 +860,9 @@ def _learning_rows(
         (_curve(shown.accuracy_trend, room, glyphs), "green"),
       )
     )
+  if k := _greatest_k(values):
+    text = f"{values[f'{_PASS_AT}{k}']:.3f} now   k = {k}"
+    rows.append(_row("pass@k", (text, "")))
   if "train/reward" in values:
     text = f"{values['train/reward']:.3f} mean"
     if "train/accuracy" in values:

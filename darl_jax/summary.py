@@ -77,6 +77,7 @@ class Summary:
     self._steps = 0
     self._age_sum = self._age_count = self._max_age = 0
     self._learner_wait_s = 0.0
+    self.rollbacks = self._judged_samples = 0
     # Of the processes that the run was before, in seconds.
     self._seconds_before = self._train_seconds_before = 0.0
     self._resumed = 0
@@ -95,6 +96,8 @@ class Summary:
       "age_count": self._age_count,
       "max_age": self._max_age,
       "learner_wait_s": self._learner_wait_s,
+      "rollbacks": self.rollbacks,
+      "judged_samples": self._judged_samples,
       "seconds": self._seconds,
       "train_seconds": self.train_seconds,
       "resumed": self._resumed,
@@ -108,6 +111,9 @@ class Summary:
     self._age_sum, self._age_count = state["age_sum"], state["age_count"]
     self._max_age = state["max_age"]
     self._learner_wait_s = state["learner_wait_s"]
+    # Runs that were saved before steps were judged have none.
+    self.rollbacks = state.get("rollbacks", 0)
+    self._judged_samples = state.get("judged_samples", 0)
     self._seconds_before = state["seconds"]
     self._train_seconds_before = state["train_seconds"]
     self._resumed = state["resumed"] + 1
@@ -156,6 +162,16 @@ class Summary:
       "ring/mean_age": float(np.mean(ages)),
       "ring/max_age": float(max(ages)),
     }
+
+  def judged(self, values: Mapping[str, float]) -> None:
+    """Counts a step's verdict, of ``Verdict.metrics``; none where it has none.
+
+    Args:
+      values: Metrics, these among them.
+    """
+    if "rollback/rejected" in values:
+      self.rollbacks += int(values["rollback/rejected"])
+      self._judged_samples += int(values["rollback/samples"])
 
   @property
   def train_seconds(self) -> float:
@@ -208,6 +224,8 @@ class Summary:
       "accuracy_best": max(accuracies, default=None),
       "accuracies": [list(pair) for pair in self._accuracies],
       "steps": self._steps,
+      "rollbacks": self.rollbacks,
+      "judged_samples": self._judged_samples,
       "seconds": self._seconds,
       "resumed": self._resumed,
       "train_seconds": self.train_seconds,

@@ -1,5 +1,6 @@
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import pathlib
@@ -122,7 +123,7 @@ class ParseTest(parameterized.TestCase):
       for field in dataclasses.fields(parsed)
       if dataclasses.is_dataclass(field.type)
     ]
-    self.assertLen(groups, 15)
+    self.assertLen(groups, 16)
     for group in groups:
       name = dataclasses.fields(group)[0].name
       with self.assertRaises(dataclasses.FrozenInstanceError):
@@ -134,7 +135,7 @@ class ParseTest(parameterized.TestCase):
       for name, value in vars(config_lib).items()
       if name.endswith("Config") and dataclasses.is_dataclass(value)
     ]
-    self.assertLen(groups, 15)
+    self.assertLen(groups, 16)
     for cls in groups:
       for field in dataclasses.fields(cls):
         self.assertIs(field.default, dataclasses.MISSING, field.name)
@@ -341,6 +342,7 @@ class RangesTest(parameterized.TestCase):
         "objective.dual_clip",
         "objective.max_behavior_weight",
         "learner.max_grad_norm",
+        "rollback.max_ratio",
         "watch.max_parity_p95",
         "watch.max_length_ratio",
         "watch.max_advantage_bias",
@@ -350,6 +352,19 @@ class RangesTest(parameterized.TestCase):
     )
     for name in takes:
       config_lib.parse(changed(name, math.inf))
+
+
+_DECOUPLED = ("objective.trust_region", "decoupled")
+
+
+def _balance(**changes):
+  """The balance heuristic where it can work, and then some changes."""
+  accepted = dict(
+    objective__behavior_weighting="balance",
+    objective__trust_region="decoupled",
+    rollout__weight_update="drain",
+  )
+  return accepted | changes
 
 
 # Changes to the default config that cannot work, the field to blame, and a
@@ -390,6 +405,46 @@ COMBINATIONS = (
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
   (dict(objective__kl_target="reference"), "objective.kl_target", "behavior"),
+  (
+    dict(objective__behavior_weight_mode="mask"),
+    "objective.behavior_weight_mode",
+    "truncate",
+  ),
+  (dict(objective__behavior_weight_mode="mask"), *_DECOUPLED),
+  (_balance(objective__trust_region="behavior"), *_DECOUPLED),
+  (
+    _balance(objective__trust_region="behavior"),
+    "objective.behavior_weighting",
+    "pooled",
+  ),
+  (
+    _balance(objective__proximal="loglinear"),
+    "objective.proximal",
+    "recompute",
+  ),
+  (
+    _balance(objective__behavior_weight_mode="mask"),
+    "objective.behavior_weight_mode",
+    "truncate",
+  ),
+  *(
+    (_balance(rollout__weight_update=how), "rollout.weight_update", "drain")
+    for how in ("swap", "recompute")
+  ),
+  (_balance(rollout__top_k=3), "rollout.top_k", 0),
+  (_balance(rollout__top_p=0.9), "rollout.top_p", 1),
+  (_balance(rollout__min_p=0.1), "rollout.min_p", 0.0),
+  *(
+    (
+      dict(rewards__overlong_penalty=0.5, rewards__overlong_buffer_tokens=n),
+      "rewards.overlong_buffer_tokens",
+      2,
+    )
+    for n in (0, 7)
+  ),
+  (dict(rewards__overlong_penalty=0.5), "rewards.overlong_penalty", 0.0),
+  (dict(evaluate__samples_per_prompt=4), "evaluate.samples_per_prompt", 1),
+  (dict(evaluate__samples_per_prompt=4), "evaluate.temperature", 1.0),
   (
     dict(num_steps=2**31 - 1, learner__minibatches=2),
     "num_steps",
@@ -533,6 +588,44 @@ class CrossFieldTest(parameterized.TestCase):
         )
         found += check(fields)
       self.assertNotEmpty(found, check.__name__)
+
+  def test_every_combination_of_methods(self):
+    """The table of docs/method.md, for every value that there is."""
+
+    def makes_sense(loss, proximal, trust_region, behavior_weighting):
+      if trust_region == "behavior":
+        known = proximal == "recompute"
+      else:
+        known = loss == "clipped"
+      if behavior_weighting.startswith("balance"):
+        known &= trust_region == "decoupled"
+        known &= proximal in ("recompute", "snapshot")
+      return known and (loss != "gspo" or behavior_weighting == "pooled")
+
+    names = ("loss", "proximal", "trust_region", "behavior_weighting")
+    options = {
+      name: typing.get_args(hint)
+      for cls in (config_lib.ObjectiveConfig, config_lib.ReplayConfig)
+      for name, hint in typing.get_type_hints(cls).items()
+    }
+    accepted = 0
+    for values in itertools.product(*(options[name] for name in names)):
+      fields = dict(zip(names, values, strict=True))
+      changes = {f"objective__{name}": v for name, v in fields.items()}
+      for mode in options["selection_mode"]:
+        values = plain(
+          **changes,
+          replay__selection_mode=mode,
+          rollout__weight_update="drain",
+        )
+        if makes_sense(**fields):
+          config_lib.parse(values)
+          accepted += 1
+          continue
+        for problem in problems(values):
+          blamed = [n for n in names if f"objective.{n} = " in problem]
+          self.assertLen(set(blamed), 2, problem)
+    self.assertGreater(accepted, 100)
 
   def test_rows_that_just_hold_the_least_batch(self):
     config_lib.parse(plain(replay__min_batch=256))

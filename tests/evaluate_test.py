@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import runpy
 
@@ -32,12 +33,14 @@ def make_config(
   most: int,
   temperature: float,
   top_k: int = 0,
+  samples: int = 1,
 ) -> config.RunConfig:
   fields = get_config()
   fields.rollout.prompts_per_batch = -(-most // data) * data
   fields.mesh.rollout.data = data
   fields.evaluate.num_prompts = num_prompts
   fields.evaluate.temperature = temperature
+  fields.evaluate.samples_per_prompt = samples
   fields.rollout.top_k = top_k
   return config.parse(fields)
 
@@ -50,19 +53,25 @@ def answers(
   most: int = 64,
   temperature: float = 0.0,
   top_k: int = 0,
+  samples: int = 1,
 ) -> evaluate.Evaluation:
-  """An evaluation in which answer i scores i / 4, and every fifth fails."""
+  """An evaluation in which group i scores i / 4, and the sixth one fails.
+
+  Of several answers to a prompt the second and later ones score 0.
+  """
+
+  def reward(group, index):
+    if group.group_id == 5:
+      return None
+    return group.group_id / 4 % 1.25 if index == 0 else 0.0
 
   def verify(groups):
     return [
       dataclasses.replace(
         group,
         trajectories=tuple(
-          dataclasses.replace(
-            trajectory,
-            reward=None if group.group_id == 5 else group.group_id / 4 % 1.25,
-          )
-          for trajectory in group.trajectories
+          dataclasses.replace(trajectory, reward=reward(group, index))
+          for index, trajectory in enumerate(group.trajectories)
         ),
       )
       for group in groups
@@ -74,6 +83,7 @@ def answers(
     most=most,
     temperature=temperature,
     top_k=top_k,
+    samples=samples,
   )
   policy = Policy(run_config.model, vocab_size=64)
   mesh = meshes.split_devices(run_config.mesh).rollout
@@ -111,6 +121,29 @@ class EvaluatorTest(parameterized.TestCase):
         "evaluate/mean_length": found.mean_length,
       },
     )
+
+  @parameterized.parameters((2, 7), (6, 7), (24, 3))
+  def test_several_answers_to_each_prompt(self, samples, num_prompts):
+    found = answers(
+      num_prompts=num_prompts, temperature=1.0, samples=samples, most=4
+    )
+    self.assertEqual(
+      [group.prompt.id for group in found.groups],
+      [prompt.id for prompt in PROMPTS[:num_prompts]],
+    )
+    for group in found.groups:
+      self.assertLen(group.trajectories, samples)
+    drawn = [tuple(t.response) for t in found.groups[0].trajectories]
+    self.assertGreater(len(set(drawn)), 1)
+    if num_prompts == 7:  # The one right answer is of the fifth prompt.
+      self.assertAlmostEqual(found.accuracy, 1 / 7 / samples)
+      wanted = {1: 1, 2: 2} if samples == 2 else {1: 1, 2: 2, 4: 4, 6: 6}
+      for j, count in wanted.items():
+        self.assertAlmostEqual(found.pass_at[j], count / samples / 7)
+        self.assertEqual(
+          found.metrics()[f"evaluate/pass@{j}"], found.pass_at[j]
+        )
+      self.assertLen(found.pass_at, len(wanted))
 
   def test_each_prompt_is_asked_once_in_order(self):
     found = answers(num_prompts=7)
@@ -187,3 +220,22 @@ class EvaluatorTest(parameterized.TestCase):
       ),
       -np.log(64),
     )
+
+
+class PassAtTest(parameterized.TestCase):
+  @parameterized.parameters(1, 2, 3, 5)
+  def test_is_the_mean_over_all_choices(self, j):
+    right = np.random.default_rng(0).random((6, 5)) < 0.3
+    want = np.mean(
+      [
+        any(row[list(chosen)])
+        for row in right
+        for chosen in itertools.combinations(range(5), j)
+      ]
+    )
+    self.assertAlmostEqual(evaluate.pass_at(right, j), want)
+
+  def test_ends(self):
+    right = np.array([[True, False], [False, False], [True, True]])
+    self.assertAlmostEqual(evaluate.pass_at(right, 1), right.mean())
+    self.assertAlmostEqual(evaluate.pass_at(right, 2), 2 / 3)

@@ -29,6 +29,7 @@ LAYERS = (
     "watch",
     "workdir",
     "rescoring",
+    "rollback",
   ),
   ("loop",),
 )

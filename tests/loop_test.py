@@ -381,6 +381,8 @@ COMBINATIONS = (
   ("random", "harmful", "moment", "rloo"),
   ("newest", "entropy_scaled", "inverse_variance", "group"),
   ("reject_worst", "length_corrected", "ess_token", "rloo"),
+  ("keep_best", "variance", "balance", "group"),
+  ("random", "variance", "balance_length_normalized", "group"),
 )
 
 
@@ -408,6 +410,12 @@ class ConfigsTest(parameterized.TestCase):
 
   @parameterized.parameters(*COMBINATIONS)
   def test_values(self, mode, metric, weighting, advantage):
+    changes = {}
+    if weighting.startswith("balance"):
+      changes = {
+        "objective__trust_region": "decoupled",
+        "rollout__weight_update": "drain",
+      }
     run_config = make_config(
       darl,
       num_steps=2,
@@ -416,6 +424,7 @@ class ConfigsTest(parameterized.TestCase):
       replay__max_uses=2,
       objective__behavior_weighting=weighting,
       objective__advantage=advantage,
+      **changes,
     )
     self._assert_finite(execute(run_config), 2)
 

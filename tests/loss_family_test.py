@@ -8,6 +8,7 @@ from absl.testing import parameterized
 
 from configs import (
   async_grpo,
+  balance,
   cispo,
   dr_grpo,
   estr,
@@ -41,6 +42,7 @@ FAMILY = {
 CLIPPED = {
   dr_grpo: ("advantage", "group_centered"),
   rloo: ("advantage", "rloo"),
+  balance: ("behavior_weighting", "balance"),
   loglinear_ppo: ("proximal", "loglinear"),
   snapshot_ppo: ("proximal", "snapshot"),
   ewma_ppo: ("proximal", "ewma"),

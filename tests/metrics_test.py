@@ -292,6 +292,20 @@ class LearningCurveTest(parameterized.TestCase):
     self.assertTrue(self._shows(green))
     self.assertTrue(self._shows(orange))
 
+  def test_draws_pass_at_the_greatest_k(self):
+    olive = (188, 189, 34)
+    with metrics.MetricsWriter(self.workdir) as writer:
+      for step in (0, 50):
+        writer.write(step, {"evaluate/accuracy": 0.3})
+      metrics.save_learning_curve(self.workdir)
+      self.assertFalse(self._shows(olive))
+      for step in (100, 150):
+        writer.write(
+          step, {"evaluate/pass@8": math.nan, "evaluate/pass@16": 0.7}
+        )
+    metrics.save_learning_curve(self.workdir)
+    self.assertTrue(self._shows(olive))
+
   def test_nothing_to_draw(self):
     with metrics.MetricsWriter(self.workdir) as writer:
       self.assertIsNone(metrics.save_learning_curve(self.workdir))
@@ -392,6 +406,20 @@ class PlainProgressTest(parameterized.TestCase):
     # The last words, after a run that did not finish.
     self.assertIn("train: stopped at 100 of 400 steps", self._lines()[-2])
     self.assertIn("accuracy 0.300 -> 0.500", self._lines()[-1])
+
+  def test_pass_at_the_greatest_k(self):
+    with self._progress(every_s=5.0) as progress:
+      progress.stage("train", 10)
+      self.clock.now += 5.0
+      progress.update(
+        {
+          "evaluate/accuracy": 0.5,
+          "evaluate/pass@2": 0.6,
+          "evaluate/pass@16": 0.9,
+          "evaluate/pass@8": 0.8,
+        }
+      )
+    self.assertIn("(best 0.500) | pass@16 0.900", self._lines()[1])
 
   def test_alarms_are_counted_not_repeated(self):
     with self._progress() as progress:
@@ -513,6 +541,13 @@ class TerminalProgressTest(parameterized.TestCase):
         "╰" + "─" * 78 + "╯",
       ],
     )
+
+  def test_pass_at_the_greatest_k(self):
+    console = self._console()
+    progress = metrics.Progress(console=console)
+    progress.update({"evaluate/pass@2": 0.6, "evaluate/pass@16": 0.9})
+    row = "│ pass@k    0.900 now   k = 16" + " " * 49 + "│"
+    self.assertIn(row, self._drawn(progress, console))
 
   @parameterized.product(
     width=(20, 40, 80, 120, 300), encoding=("utf-8", "ascii")

@@ -80,6 +80,43 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(learned(again.run.workdir), learned(ended.run.workdir))
     self.assertTrue(any("bit for bit as recorded" in t for t in again.said))
 
+  def test_long_answers(self):
+    """Rewards are recorded as they were verified, and shaped once."""
+
+    def note(verified, trained):
+      def prepare(run):
+        mark = run.ring.mark_trained
+
+        def add(group):
+          for index, each in enumerate(group.trajectories):
+            verified[group.group_id, index] = each.reward
+
+        def mark_trained(entries, pool):
+          trained.update((e.id, e.trajectory.reward) for e in entries)
+          mark(entries, pool)
+
+        run.rewards.add, run.ring.mark_trained = add, mark_trained
+
+      return prepare
+
+    then, now = ({}, {}), ({}, {})
+    changes = dict(
+      rewards__overlong_penalty=0.5,
+      rewards__overlong_buffer_tokens=4,
+      replay__drop_overlong=True,
+    )
+    ended = record(make_config(**changes), prepare=note(*then))
+    again = replay(schedule_of(ended), prepare=note(*now))
+    self._assert_same(again, ended)
+    self.assertEqual(learned(again.run.workdir), learned(ended.run.workdir))
+    self.assertGreater(ended.summary["dropped_reasons"]["overlong"], 0)
+    # Some may have come after the last step, of which nothing is done again.
+    self.assertContainsSubset(now[0].items(), then[0].items())
+    self.assertEqual(now[1], then[1])
+    lost = [then[0][key] - reward for key, reward in then[1].items()]
+    self.assertBetween(min(lost), 0, 0.5)
+    self.assertBetween(max(lost), 0.1, 0.5)
+
   def test_a_process_that_went_on(self):
     workdir = runs.new_workdir()
     run_config = make_config()

@@ -415,6 +415,8 @@ class Learner:
     self, logprobs: jax.Array, batch: Batch
   ) -> tuple[jax.Array, loss_ops.BehaviorSums]:
     objective = self._objective
+    if objective.balances:
+      return self._balanced_loss(logprobs, batch)
     return loss_ops.multi_behavior_loss(
       logprobs,
       batch.behavior_logprobs,
@@ -430,6 +432,33 @@ class Learner:
       max_behavior_weight=objective.max_behavior_weight,
       behavior_weight_mode=objective.behavior_weight_mode,
       partition=self._partition,
+    )
+
+  def _balanced_loss(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, loss_ops.BehaviorSums]:
+    """Of pi/prox alone: the weights have what stands in for prox/mu."""
+    loss, sums = loss_ops.multi_behavior_loss(
+      logprobs,
+      batch.proximal_logprobs,
+      batch.proximal_logprobs,
+      batch.advantages,
+      batch.token_weights,
+      batch.loss_mask,
+      batch.behavior_index,
+      batch.clip_low,
+      batch.clip_high,
+      trust_region="behavior",
+      dual_clip=self._objective.dual_clip,
+      max_behavior_weight=float("inf"),
+      behavior_weight_mode="truncate",
+      partition=self._partition,
+    )
+    return loss, dataclasses.replace(
+      self._ratio_sums(logprobs, batch),
+      clipped_low=sums.clipped_low,
+      clipped_high=sums.clipped_high,
+      clipped_dual=sums.clipped_dual,
     )
 
   def _ratio_sums(

@@ -208,6 +208,11 @@ def _advice(
         "a smaller replay.min_batch, more rollout.samples_per_prompt, or "
         "prompts of another difficulty: most groups have equal rewards."
       )
+    case "overlong":
+      return (
+        "a greater rollout.max_response_tokens, or replay.drop_overlong=False: "
+        "most responses were cut at the length limit."
+      )
     case "empty":
       return "looking at the sampler: most responses have no token."
     case _:

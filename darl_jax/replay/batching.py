@@ -400,6 +400,7 @@ def build_batch(
   dead_tokens: int,
   rng: np.random.Generator,
   snapshot_logprobs: np.ndarray | None = None,
+  balance_weights: np.ndarray | None = None,
 ) -> tuple[types.Batch, tuple[ring.Entry, ...], dict[str, float]]:
   """Packs a step's trajectories and weighs their tokens (method 2.3).
 
@@ -418,6 +419,7 @@ def build_batch(
     rng: Deals the trajectories.
     snapshot_logprobs: float [tokens], nats, each under the snapshot that
       sampled it, by the learner; with ``objective.proximal = "snapshot"``.
+    balance_weights: float [n], of each entry; with ``objective.balances``.
 
   Returns:
     batch: numpy arrays [minibatches, microbatches, B, T], and [E]. Its version
@@ -429,11 +431,12 @@ def build_batch(
     metrics: ``placed`` and ``not_placed`` trajectories; ``tokens``, masked-in
       ones; ``fill``, the share of the batch's positions in use; ``versions``,
       ``merged_versions`` and ``merged_tokens``; ``dead_tokens``; under the loss
-      ``m2po`` ``masked_tokens``.
+      ``m2po`` ``masked_tokens``; with balance weights ``balance_weight``, their
+      mean over what was placed, and ``balance_capped``, the share at the cap.
 
   Raises:
-    ValueError: There is no entry, scores are not one per token, or one of a
-      masked-in token is not finite.
+    ValueError: There is no entry, scores are not one per token, one of a
+      masked-in token is not finite, or what the objective needs is not given.
   """
   if not entries:
     raise ValueError("there is no trajectory to build a batch from.")
@@ -480,6 +483,9 @@ def build_batch(
     objective=objective,
     dead_tokens=dead_tokens,
   )
+  if objective.balances:
+    weights = _balance_weights(balance_weights, entries)
+    token_weights *= weights[flat.owner]
   clip = _clip_scale(versions, version, decay=objective.clip_age_decay)
 
   layout = _Layout.of(flat, packing, shape)
@@ -522,7 +528,29 @@ def build_batch(
   }
   if objective.loss == "m2po":
     metrics["masked_tokens"] = float(num_masked)
+  if objective.balances and placed:
+    weights = weights[is_placed]
+    capped = weights >= objective.max_behavior_weight
+    metrics["balance_weight"] = float(np.mean(weights))
+    metrics["balance_capped"] = float(np.mean(capped))
   return batch, placed, metrics
+
+
+def _balance_weights(
+  weights: np.ndarray | None, entries: Sequence[ring.Entry]
+) -> np.ndarray:
+  """float [n], checked.
+
+  Raises:
+    ValueError: They are not given, not one per entry, or not finite.
+  """
+  shape = None if weights is None else weights.shape
+  if shape != (len(entries),) or not np.all(np.isfinite(weights)):
+    raise ValueError(
+      f"balance_weights have shape {shape}, and must be one finite number for "
+      f"each of the {len(entries)} entries."
+    )
+  return weights
 
 
 def _deal(
@@ -632,7 +660,8 @@ def _token_weights(
   )
   weights = behavior_weights.token_weights(
     stats,
-    weighting=objective.behavior_weighting,
+    # The balance heuristic weighs each trajectory instead.
+    weighting="pooled" if objective.balances else objective.behavior_weighting,
     weight_cap=objective.weight_cap,
     kappa=objective.kappa,
     dead_tokens=dead_tokens,

@@ -16,6 +16,7 @@ A schedule is a file of JSON lines: a header, then one event a line.
   ["push", version, crc]            the learner publishes
   ["take", count]                   ... takes a pool of so many trajectories
   ["train", count]                  ... has trained on so many
+  ["measured", value, ...]          ... has measured these
 """
 
 import dataclasses
@@ -159,6 +160,12 @@ class RecordingRing(Ring):
       super().mark_trained(entries, pool)
       self._record(["train", len(entries)])
 
+  def measured(self, measure: Callable[[], Sequence[float]]) -> list[float]:
+    values = super().measured(measure)  # Slow, and not about the ring.
+    with self._condition:
+      self._record(["measured", *values])
+    return values
+
 
 class Producers(Protocol):
   """What the actor's and the verifier's threads would do."""
@@ -219,6 +226,10 @@ class ReplayedRing(Ring):
     super().mark_trained(entries, pool)
     self._compare(number, "the batch's size", len(entries), count)
 
+  def measured(self, measure: Callable[[], Sequence[float]]) -> list[float]:
+    _, values = self._until("measured")
+    return list(values)
+
   def _until(self, awaited: str) -> tuple[int, Sequence[Any]]:
     """Does what was recorded before the next event of the learner's.
 
@@ -229,7 +240,7 @@ class ReplayedRing(Ring):
       self.done = number - 1
       if kind == awaited:
         return number, values
-      if kind in ("push", "take", "train"):
+      if kind in ("push", "take", "train", "measured"):
         raise ReplayDiverged(
           f"event {number} of the schedule is {kind!r}, and the learner comes "
           f"to {awaited!r}"

@@ -8,7 +8,7 @@ generation is finished, and from then on it is in exactly one place.
           verification    |      slot, unused          |
                           v                            v
                        dropped                      expired
-            (failed, dead, empty, bytes)  (stale, evicted, older than ring)
+      (failed, dead, empty, overlong, bytes)  (stale, evicted, older than ring)
 
 A slot belongs to one behavior policy. It opens when the first trajectory begun
 by that policy is admitted; with more than K open, the lowest is evicted with
@@ -128,6 +128,7 @@ class Ring:
     reward_tolerance: float,
     groups_per_version: int,
     truncated: bool,
+    shaping: Callable[[np.ndarray], np.ndarray] | None = None,
   ):
     """Creates an empty ring.
 
@@ -139,9 +140,12 @@ class Ring:
         the rate at which ``reserve`` lets producers start.
       truncated: Whether sampling truncates, so that trajectories carry the
         support that each token was drawn from.
+      shaping: What a verified reward gains by the answer's sampled tokens, int
+        [n] to float [n], before it becomes an advantage; None for nothing.
     """
     self._config = config
     self._truncated = truncated
+    self._shaping = shaping
     self._advantage = advantage
     self._reward_tolerance = reward_tolerance
     self._groups_per_version = groups_per_version
@@ -309,20 +313,24 @@ class Ring:
   def admit(self, group: types.TrajectoryGroup) -> None:
     """Takes the rewards of a begun group, and its samples into their slots.
 
-    Advantages are those of the full group, before any sample is dropped. A
-    sample without a usable reward is no member: it was neither right nor wrong.
-    In this order a sample is
+    Advantages are those of the full group, of shaped rewards, before any sample
+    is dropped. A sample without a usable reward is no member: it was neither
+    right nor wrong. In this order a sample is
 
       dropped  for its failure (``verifier_timeout``, ``no_reward``, ...)
       expired  ``stale_on_arrival``, or ``older_than_ring`` when K slots are
                open and all are newer
+      dropped  ``overlong``, where it was cut at the length limit and
+               ``replay.drop_overlong`` is set
       dropped  ``dead_group``, ``empty`` (no masked-in token) or
                ``zero_advantage``
 
     or enters slot ``begun_by``. Tokens of the samples with advantage 0 count as
-    dead tokens of the next step. Beyond ``trajectory_bytes`` the oldest slot's
-    samples are dropped (``bytes``): those trained on already first, since they
-    have taught something, then in order of arrival.
+    dead tokens of the next step, and those of overlong ones not at all.
+
+    Beyond ``trajectory_bytes`` the oldest slot's samples are dropped
+    (``bytes``): those trained on already first, since they have taught
+    something, then in order of arrival.
 
     Raises:
       ValueError: The group was not begun, or admitted before, or has another
@@ -332,6 +340,8 @@ class Ring:
       self._raise_if_failed()
       samples = self._awaited(group.group_id)
       rewards, failures = ingestion.usable_rewards(group, samples)
+      if self._shaping is not None:
+        rewards += self._shaping(np.array([s.num_tokens for s in samples]))
       advantages, dead = advantages_lib.group_advantages(
         rewards[None],
         np.array([failure is None for failure in failures])[None],
@@ -359,6 +369,13 @@ class Ring:
         self._condition.notify_all()
 
   # ----------------------------------------------------------------- consumer
+
+  def measured(self, measure: Callable[[], Sequence[float]]) -> list[float]:
+    """What the learner goes by and no step computes again: ``measure()``.
+
+    A recording ring writes it down, and a replayed one takes it from there.
+    """
+    return list(measure())
 
   def take(
     self, count: int, timeout_s: float, *, waited_s: float = 0.0
@@ -719,6 +736,11 @@ class Ring:
     full = len(self._slots) == self._config.num_snapshots
     if full and sample.begun_by < min(self._slots):
       return self._expired, "older_than_ring"
+    if (
+      self._config.drop_overlong
+      and sample.trajectory.finish is types.Finish.LENGTH
+    ):
+      return self._dropped, "overlong"
     if dead or advantage == 0:
       self._dead_tokens_ever += sample.num_tokens
     if dead:

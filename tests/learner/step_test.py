@@ -635,6 +635,63 @@ class LossFamilyTest(parameterized.TestCase):
       self.assertLen(shapes, len(jax.tree.leaves(batch)), loss)
 
 
+class BalancedTest(parameterized.TestCase):
+  """pi/prox is clipped, and mu has no say: the weights have."""
+
+  def _step(self, *shape, train=(1, 1, 1), **changes):
+    minibatches, microbatches = shape or (1, 1)
+    learner = _learner(
+      behavior_weighting="balance",
+      trust_region="decoupled",
+      minibatches=minibatches,
+      microbatches=microbatches,
+      train=train,
+    )
+    batch = _batch(*shape, **self._fields() | changes)
+    state, metrics = learner.step(_state(learner), batch)
+    return state, _values(metrics)
+
+  def _fields(self):
+    rng = np.random.default_rng(6)
+    start, _ = _learner().score(_params(_learner()), _score_batch())
+    self.start = np.asarray(start)
+    fields = {
+      name: (self.start + rng.normal(scale=0.4, size=self.start.shape))
+      for name in ("behavior_logprobs", "proximal_logprobs")
+    }
+    weights = rng.uniform(0, 2, size=self.start.shape) / 100
+    fields["token_weights"] = weights
+    return {name: x.astype(np.float32) for name, x in fields.items()}
+
+  def test_by_the_formula(self):
+    _, values = self._step()
+    fields, plain = self._fields(), _batch()
+    mask, a = plain.loss_mask[0, 0], plain.advantages[0, 0].astype(np.float64)
+    r = np.exp(self.start.astype(np.float64) - fields["proximal_logprobs"])
+    term = np.minimum(r * a, np.clip(r, 0.8, 1.28) * a)
+    term = np.where(a < 0, np.maximum(term, 3 * a), term)
+    want = -np.sum((fields["token_weights"] * term)[mask])
+    np.testing.assert_allclose(values["train/loss"], want, rtol=1e-5)
+    high = np.mean(((r > 1.28) & (a > 0))[mask])
+    np.testing.assert_allclose(values["train/clipped_high"], high, rtol=1e-5)
+    # What is said of ratios is of pi/mu, as everywhere.
+    ratio = np.exp(self.start - fields["behavior_logprobs"])[mask].mean()
+    np.testing.assert_allclose(values["train/ratio"], ratio, rtol=1e-5)
+
+  def test_mu_changes_ratios_alone(self):
+    state, values = self._step()
+    other, others = self._step(behavior_logprobs=self.start)
+    _assert_close(other, state, atol=0)
+    self.assertEqual(others["train/loss"], values["train/loss"])
+    self.assertAlmostEqual(others["train/ratio"], 1.0, delta=1e-5)
+
+  def test_microbatches_on_eight_devices_add_up(self):
+    want, want_values = self._step()
+    got, values = self._step(1, 2, train=(2, 2, 2))
+    _assert_close(values, want_values, atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-5)
+
+
 class StepScaleTest(parameterized.TestCase):
   """VCPO: what the optimizer does, times what its samples are worth."""
 

@@ -152,6 +152,14 @@ def loglinear(batch, *, v_pi, v_prox):
   return proximal
 
 
+def balance(prox, behavior, proportions, cap):
+  """One trajectory's weight; log-probs of it as a whole."""
+  mixture = sum(
+    c * math.exp(mu - prox) for c, mu in zip(proportions, behavior, strict=True)
+  )
+  return min(1 / mixture, cap)
+
+
 def vcpo_scale(batch, *, rho):
   weights = []
   for y in batch:

@@ -11,6 +11,7 @@ CONFIG = config_lib.ReplayConfig(
   num_snapshots=4,
   max_staleness=8,
   max_uses=3,
+  drop_overlong=False,
   metric="harmful",
   selection_mode="reject_worst",
   keep_fraction=0.5,
@@ -156,6 +157,7 @@ class StarvationReportTest(parameterized.TestCase):
     (dict(dropped={"dead_group": 4}), "a smaller replay.min_batch"),
     (dict(dropped={"zero_advantage": 4}), "rollout.samples_per_prompt"),
     (dict(dropped={"empty": 4}), "looking at the sampler"),
+    (dict(dropped={"overlong": 4}), "a greater rollout.max_response_tokens"),
     (dict(dropped={"no_reward": 4}), "the verifier: .* dropped as no_reward"),
     # The largest loss decides.
     (dict(awaiting=3, dropped={"empty": 4}), "looking at the sampler"),

@@ -132,6 +132,7 @@ def build(
   seed=0,
   dead_tokens=0,
   snapshot_logprobs=None,
+  balance_weights=None,
   **objective,
 ):
   return batching.build_batch(
@@ -143,6 +144,7 @@ def build(
     dead_tokens=dead_tokens,
     rng=np.random.default_rng(seed),
     snapshot_logprobs=snapshot_logprobs,
+    balance_weights=balance_weights,
   )
 
 
@@ -552,6 +554,42 @@ class BuildBatchTest(parameterized.TestCase):
       np.testing.assert_allclose(
         batch.token_weights[batch.loss_mask], expected / tokens, rtol=1e-6
       )
+
+  @parameterized.parameters("balance", "balance_length_normalized")
+  def test_balance_weights_are_of_trajectories(self, weighting):
+    entries = make_entries(40)
+    weights = np.random.default_rng(2).uniform(0, 2.5, 40).clip(max=2)
+    weights[3] = 0.0
+    batch, placed, metrics = build(
+      entries, behavior_weighting=weighting, balance_weights=weights
+    )
+    pooled, _, _ = build(entries, behavior_weighting="pooled")
+    self.assertLen(placed, 40)
+    of_entry = dict(
+      zip(
+        (e.trajectory.tokens.tobytes() for e in entries), weights, strict=True
+      )
+    )
+    for (_, ours), (_, theirs) in zip(
+      segments(batch), segments(pooled), strict=True
+    ):
+      np.testing.assert_allclose(
+        ours["token_weights"],
+        theirs["token_weights"] * of_entry[ours["tokens"].tobytes()],
+        rtol=1e-6,
+      )
+    self.assertAlmostEqual(metrics["balance_weight"], weights.mean())
+    self.assertAlmostEqual(metrics["balance_capped"], np.mean(weights == 2))
+    self.assertGreater(metrics["balance_capped"], 0)
+
+  def test_balance_weights_that_do_not_fit(self):
+    for weights in (None, np.ones(39), np.full(40, np.inf)):
+      with self.assertRaisesRegex(ValueError, "each of the 40 entries"):
+        build(
+          make_entries(40),
+          behavior_weighting="balance",
+          balance_weights=weights,
+        )
 
   def test_weights_count_only_what_was_placed(self):
     # As pooled: every token weighs 1 / N, with N of the batch.

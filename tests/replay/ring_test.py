@@ -31,6 +31,7 @@ def make_config(**changes) -> config_lib.ReplayConfig:
     num_snapshots=4,
     max_staleness=8,
     max_uses=1,
+    drop_overlong=False,
     metric="harmful",
     selection_mode="reject_worst",
     keep_fraction=0.5,
@@ -45,7 +46,7 @@ def make_config(**changes) -> config_lib.ReplayConfig:
 
 
 def make_ring(
-  *, groups_per_version=4, truncated=False, **changes
+  *, groups_per_version=4, truncated=False, shaping=None, **changes
 ) -> ring_lib.Ring:
   return ring_lib.Ring(
     make_config(**changes),
@@ -53,6 +54,7 @@ def make_ring(
     reward_tolerance=1e-6,
     groups_per_version=groups_per_version,
     truncated=truncated,
+    shaping=shaping,
   )
 
 
@@ -403,6 +405,46 @@ class FateTest(parameterized.TestCase):
     self.assertEqual(ids(ring.take(1, 1.0)), [(1, 0), (1, 2)])
     self.assertEqual(ring.accounting().dropped, {"zero_advantage": 1})
     self.assertEqual(ring.take(1, 1.0).dead_tokens, 3)
+
+  def test_shaped_rewards_become_advantages(self):
+    ring = self.ring(0, shaping=lambda lengths: -0.5 * (lengths > 2))
+    group = group_of(1, [trajectory(1, [0] * n) for n in (1, 2, 3, 4)])
+    ring.begin([group])
+    ring.admit(verified(group, [1.0, None, 1.0, 0.0]))
+    entries = ring.take(1, 1.0).entries
+    self.assertEqual([e.trajectory.reward for e in entries], [1.0, 0.5, -0.5])
+    rewards = np.array([1.0, 0.5, -0.5])
+    np.testing.assert_allclose(
+      [e.advantage for e in entries],
+      (rewards - rewards.mean()) / rewards.std(),
+      rtol=1e-6,
+    )
+
+  def _admit_cut(self, *rewards, **changes):
+    ring = self.ring(0, **changes)
+    finishes = (types.Finish.STOP, types.Finish.LENGTH, types.Finish.STOP)
+    samples = [trajectory(1, [0, 0], finish=finish) for finish in finishes]
+    push(ring, group_of(1, samples), rewards=rewards)
+    return ring
+
+  def test_answers_that_were_cut_are_dropped_and_count_in_their_group(self):
+    ring = self._admit_cut(1.0, 0.0, 1.0, drop_overlong=True)
+    self.assertEqual(ring.accounting().dropped, {"overlong": 1})
+    pool, kept = ring.take(1, 1.0), self._admit_cut(1.0, 0.0, 1.0)
+    self.assertEqual(ids(pool), [(1, 0), (1, 2)])
+    self.assertEqual(ids(kept.take(1, 1.0)), [(1, 0), (1, 1), (1, 2)])
+    self.assertEqual(
+      [entry.advantage for entry in pool.entries],
+      [kept.take(1, 1.0).entries[i].advantage for i in (0, 2)],
+    )
+    ring.accounting().check()
+
+  def test_answers_that_were_cut_are_no_dead_tokens(self):
+    ring = self._admit_cut(0.0, 0.0, 0.0, drop_overlong=True)
+    self.assertEqual(
+      ring.accounting().dropped, {"overlong": 1, "dead_group": 2}
+    )
+    self.assertEqual(ring.occupancy().dead_tokens, 4)
 
   def test_a_response_without_tokens_is_dropped(self):
     ring = self.ring(0)

@@ -18,6 +18,7 @@ def make_config(**changes) -> config_lib.ReplayConfig:
     num_snapshots=4,
     max_staleness=8,
     max_uses=1,
+    drop_overlong=False,
     metric="second_moment",
     selection_mode="keep_best",
     keep_fraction=0.5,

@@ -31,6 +31,8 @@ def make_config(**changes) -> RewardsConfig:
     time_limit_s=10.0,
     memory_limit_mb=2048,
     partial_credit=0.5,
+    overlong_penalty=0.0,
+    overlong_buffer_tokens=0,
     require_isolation=False,
   )
   return RewardsConfig(**(fields | changes))
