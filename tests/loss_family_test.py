@@ -33,7 +33,7 @@ FAMILY = {
   "gspo": (gspo, "train/clipped_high"),
   "cispo": (cispo, "train/clipped_high"),
   "topr": (topr, "train/trajectory_weight"),
-  "m2po": (m2po, "batch/masked_tokens"),
+  "m2po": (m2po, "train/rejected"),
   "estr": (estr, "train/rejected"),
 }
 
@@ -75,7 +75,7 @@ class LossFamilyTest(parameterized.TestCase):
   @pytest.mark.slow
   @parameterized.parameters(loglinear_ppo, snapshot_ppo, ewma_ppo)
   def test_proximal_policies(self, module):
-    self._assert_trains(module, "train/weight_capped")
+    self._assert_trains(module, "train/rejected")
 
   @pytest.mark.slow
   @parameterized.parameters(

@@ -318,6 +318,8 @@ def _work(
   forward = 2 * (layers + output) + seen * (prompt + response) / 2
   trained = learner.rows * learner.row_tokens
   passes = (2 if model.lora_rank else 3) + _policies_kept(config)
+  # M2PO's mask: the policy before each of several optimizer steps.
+  passes += config.objective.loss == "m2po" and learner.minibatches > 1
   scored = learner.score_rows * learner.row_tokens
   sampled = rollout.num_slots * rollout.chunk_tokens
   by_token = 2 * (layers + output) + seen * (prompt + response / 2)

@@ -145,6 +145,17 @@ class PlanTest(parameterized.TestCase):
     ]
     self.assertAlmostEqual(flops[1] / flops[0], 4 / 3)
 
+  @parameterized.parameters((1, 1), (2, 4 / 3))
+  def test_m2po_scores_before_each_of_several_steps(self, minibatches, more):
+    values = config_lib.to_dict(config())
+    values["objective"] |= dict(loss="m2po")
+    values["learner"] |= dict(minibatches=minibatches)
+    flops = [
+      plan_lib._work(each, VOCAB, read=64)["train_step"][1]
+      for each in (config(), config_lib.parse(values))
+    ]
+    self.assertAlmostEqual(flops[1] / flops[0], more)
+
   def test_adapters_take_little(self):
     values = config_lib.to_dict(config())
     values["model"] |= dict(
