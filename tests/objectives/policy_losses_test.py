@@ -47,6 +47,9 @@ def _packed(seed=0, *, max_tokens=5, spread=0.25):
     behavior_index=rng.integers(3, size=shape).astype(np.int32),
     token_weights=(rng.uniform(0.5, 1.5, shape) / 60).astype(np.float32),
     reference_logprobs=(mu + rng.normal(size=shape)).astype(np.float32),
+    proximal_logprobs=(mu + 2 * spread * rng.normal(size=shape)).astype(
+      np.float32
+    ),
   )
 
 
@@ -62,6 +65,7 @@ def _trajectories(packed):
         dict(
           pi=packed["logprobs"][row, at].astype(float),
           mu=packed["behavior_logprobs"][row, at].astype(float),
+          prox=packed["proximal_logprobs"][row, at].astype(float),
           ref=packed["reference_logprobs"][row, at].astype(float),
           entropy=packed["behavior_entropy"][row, at].astype(float),
           c=packed["token_weights"][row, at].astype(float),
@@ -219,6 +223,35 @@ class ReferenceTest(parameterized.TestCase):
     np.testing.assert_allclose(loss, want(batch), rtol=1e-5, atol=1e-6)
     expected = _pack(reference.gradient(want, batch), places)
     self.assertGreater(np.abs(expected).max(), 1e-3)
+    np.testing.assert_allclose(gradient, expected, atol=2e-6)
+
+  @parameterized.parameters(0, 1)
+  def test_the_decoupled_loss_is_mipus_first_step(self, seed):
+    """Of truncated weights, around the policy at the start of the step."""
+    packed = _packed(seed)
+    batch, places = _trajectories(packed)
+    rest = _of(packed, "behavior_logprobs", "proximal_logprobs", *_TOKEN[1:])
+
+    def decoupled(logprobs):
+      return loss_ops.multi_behavior_loss(
+        logprobs,
+        *rest,
+        jnp.asarray(_LOW),
+        jnp.asarray(_HIGH),
+        trust_region="decoupled",
+        dual_clip=np.inf,
+        max_behavior_weight=1.3,
+        behavior_weight_mode="truncate",
+      )
+
+    (loss, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(
+      jnp.asarray(packed["logprobs"])
+    )
+    for held in (sums.weight_capped, sums.clipped_low, sums.clipped_high):
+      self.assertGreater(jnp.sum(held), 0)
+    want = functools.partial(reference.mipu, low=_LOW, high=_HIGH, cap=1.3)
+    np.testing.assert_allclose(loss, want(batch), rtol=1e-5, atol=1e-6)
+    expected = _pack(reference.gradient(want, batch), places)
     np.testing.assert_allclose(gradient, expected, atol=2e-6)
 
   def test_every_bound_is_met(self):
