@@ -12,6 +12,8 @@ import difflib
 import fnmatch
 import json
 import math
+import numbers
+import struct
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -165,8 +167,17 @@ class WarmStartConfig:
   learning_rate: float
 
 
+class Truncation:
+  """Base of what has the fields top_k, top_p and min_p."""
+
+  @property
+  def truncates(self) -> bool:
+    """Whether some tokens may be left out of the draw."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Truncation):
   """Sampling.
 
   Attributes:
@@ -183,8 +194,8 @@ class RolloutConfig:
     prefill_tokens: That a prefill dispatch reads on each data slice.
     extra_samples: Begun for each prompt beyond G; the first G to end are kept
       and the others given up.
-    weight_update: How running samples meet new weights: "swap" goes on with the
-      keys and values that are cached, "recompute" computes them again, and
+    weight_update: How running samples meet new weights: "swap" goes on with
+      the keys and values that are cached, "recompute" computes them again, and
       "drain" takes the weights up when all running samples have ended.
     temperature: Of the sampled distribution, for sampler and learner alike,
       and so are the next three. Each truncates what the one before it left;
@@ -222,14 +233,9 @@ class RolloutConfig:
   cache_dtype: Literal["", "float32", "bfloat16", "int8"]
 
   @property
-  def truncates(self) -> bool:
-    """Whether some tokens may be left out of the draw."""
-    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-  @property
   def num_slots(self) -> int:
     """Samples that decode together."""
-    return self.slots or self.prompts_per_batch * self.samples_begun
+    return _num_slots(self)
 
   @property
   def samples_begun(self) -> int:
@@ -774,16 +780,14 @@ def _shown(value: Any) -> str:
   """``value`` as a person would recognise it."""
   try:
     return _cut(repr(value))
-  except Exception:  # Thousands of digits, or an object of whatever kind.
+  except Exception:  # Of whatever kind; Python writes no 5000 digits, either.
+    if isinstance(value, int):
+      return f"a number of {value.bit_length()} bits"
     return f"a value of type {type(value).__name__}"
 
 
 def _cut(text: str) -> str:
   return text if len(text) <= 100 else text[:97] + "..."
-
-
-# Normal numbers: CPUs flush smaller ones to 0.
-_LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def _parse_value(hint: Any, value: Any) -> Any:
@@ -801,17 +805,15 @@ def _parse_value(hint: Any, value: Any) -> Any:
       raise ValueError("is not true or false. Try True.")
     return value
   if hint is int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
       finite = isinstance(value, float) and math.isfinite(value)
       near = round(value) if finite else 1
       raise ValueError(f"is not a whole number. Try {near}.")
-    if not -(2**63) <= value < 2**63:
-      raise ValueError("is beyond 64 bits. Try 1000.")
-    return value
+    return int(value)
   if hint is float:
     if isinstance(value, str) and value in ("inf", "-inf"):
       return float(value)  # As to_dict writes them.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
       raise ValueError("is not a number. Try 1.0.")
     try:
       number = float(value)
@@ -819,31 +821,17 @@ def _parse_value(hint: Any, value: Any) -> Any:
       raise ValueError("is too large a number. Try 1.0.") from None
     if math.isnan(number):
       raise ValueError("is not a number. Try 1.0.")
-    # Programs compute with it in float32.
-    if math.isfinite(number) and abs(number) > _MOST_FLOAT32:
-      raise ValueError(
-        f"must be what float32 can hold. Try {math.copysign(1.0, number)}."
-      )
-    if number and abs(number) < _LEAST_FLOAT32:
-      raise ValueError(
-        "must be 0 or no less than 1.2e-38, float32's least. Try 0.001."
-      )
     return number
   if hint is Text:
     if not isinstance(value, str):
       raise ValueError("is not text. Try ''.")
-    return value
+    return _encodable(value)
   if hint is str:
     if not isinstance(value, str) or not value:
       raise ValueError("is not a name. Try 'chain_sum'.")
-    return value
+    return _encodable(value)
   if typing.get_origin(hint) is tuple:
-    if not isinstance(value, (list, tuple)) or not all(
-      isinstance(text, str) for text in value
-    ):
-      advice = f"({_shown(value)},)" if isinstance(value, str) else "()"
-      raise ValueError(f"is not a tuple of texts. Try {advice}.")
-    return tuple(value)
+    return _parse_texts(value)
   # A dataset's own parameters: a JSON object as text.
   try:
     parsed = json.loads(value) if isinstance(value, str) else None
@@ -857,6 +845,40 @@ def _parse_value(hint: Any, value: Any) -> Any:
   return parsed
 
 
+def _encodable(text: str) -> str:
+  if problem := text_problem(text):
+    raise ValueError(problem)
+  return text
+
+
+def text_problem(text: str) -> str:
+  """Why a text cannot be encoded, to go behind the text; "" if it can."""
+  if not _has_surrogate(text):
+    return ""
+  without = text.encode("utf-8", "replace").decode("utf-8")
+  return (
+    "has half of a surrogate pair, which is no character. Try "
+    f"{_shown(without)}."
+  )
+
+
+def _has_surrogate(text: str) -> bool:
+  return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _parse_texts(value: Any) -> tuple[str, ...]:
+  if isinstance(value, str):
+    raise ValueError(
+      f"is one text, whose letters would be the texts. Try ({_shown(value)},)."
+    )
+  if not isinstance(value, (list, tuple)):
+    raise ValueError("is not a tuple of texts. Try ().")
+  texts = tuple(text for text in value if isinstance(text, str))
+  if len(texts) != len(value):
+    raise ValueError(f"is not a tuple of texts. Try {_shown(texts)}.")
+  return texts
+
+
 @dataclasses.dataclass(frozen=True)
 class _Range:
   """Values from ``low`` to ``high``; an open end is excluded."""
@@ -866,10 +888,13 @@ class _Range:
   open_low: bool = False
   open_high: bool = False
   infinite: bool = False  # Whether inf itself is a value.
+  zero: bool = False  # Whether 0 is one below ``low``.
 
   def __contains__(self, value: float) -> bool:
     if value == math.inf and not self.infinite:
       return False
+    if value == 0 and self.zero:
+      return True
     above = value > self.low if self.open_low else value >= self.low
     below = value < self.high if self.open_high else value <= self.high
     return above and below
@@ -880,7 +905,8 @@ class _Range:
       return start if self.infinite else f"{start} and finite"
     left = "(" if self.open_low else "["
     right = ")" if self.open_high else "]"
-    return f"in {left}{self.low}, {self.high}{right}"
+    span = f"in {left}{_brief(self.low)}, {_brief(self.high)}{right}"
+    return f"0 or {span}" if self.zero else span
 
   def nearest(self, value: float) -> float:
     """A value inside, as near to ``value`` as a person would pick."""
@@ -896,85 +922,127 @@ class _Range:
     return end + inside if below else end - inside
 
 
+def _brief(number: float) -> str:
+  return f"{number:g}" if isinstance(number, float) else str(number)
+
+
 def _check_range(limits: _Range | None, value: Any) -> None:
-  if limits is not None and value not in limits:
-    near = limits.nearest(value)
-    text = f"{near:g}" if isinstance(near, float) else str(near)
-    raise ValueError(f"must be {limits}. Try {text}.")
+  """Raises ValueError for what is outside, or is so as float32."""
+  if limits is None:
+    return
+  used, said = value, ""
+  if isinstance(value, float) and value in limits:
+    used = _as_float32(value)
+    said = f"is {used:g} as float32"
+  if used not in limits:
+    near = limits.nearest(used)
+    raise ValueError(
+      f"{said and said + ', and '}must be {limits}. Try {_brief(near)}."
+    )
+  if (used == 0) != (value == 0) or math.isinf(used) != math.isinf(value):
+    raise ValueError(f"{said}. Try {used:g}.")
 
 
-# What a host or a device allocates at once: far above any use, and far below
-# what would end the machine before the run.
-_COUNT = _Range(1, 2**24)
-_SLOTS = 2**16
+def _as_float32(value: float) -> float:
+  """As a device computes with it: rounded, and without subnormal numbers."""
+  if math.isinf(value):
+    return value
+  if abs(value) < _FLOAT32_TINY:
+    return 0.0
+  if abs(value) > _FLOAT32_MAX:
+    return math.copysign(math.inf, value)
+  return struct.unpack("f", struct.pack("f", value))[0]
+
+
+_FLOAT32_TINY = 2.0**-126
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+
+# Integers are bounded, too, far above what anybody needs: a size by what a host
+# can hold, and what is counted or drawn by an int32.
+_INT32 = 2**31 - 1
+_TOKENS = 2**23
+_MANY = 2**20
+_ITEMS = 2**24
+
 _POSITIVE = _Range(0, open_low=True)
 _AT_LEAST_0 = _Range(0)
 _AT_LEAST_1 = _Range(1)
 _FRACTION = _Range(0, 1, open_low=True)
+# Logits divided by less leave float32.
+_TEMPERATURE = _Range(1e-6, 1e6)
+
+# Samples that decode together, at most.
+_MOST_SLOTS = 2**16
+# Pages of the cache on a data slice, and entries of all slots' page tables.
+_MOST_PAGES = 2**24
+_MOST_ENTRIES = 2**28
+# Tokens of a batch, padding included.
+_MOST_BATCH_TOKENS = 2**28
 
 _RANGES = {
-  "seed": _Range(0, 2**31 - 1),
-  "num_steps": _Range(0, 2**31 - 1),
-  "prompts.num_items": _Range(2, 2**24),
+  "seed": _Range(0, _INT32),
+  "num_steps": _Range(0, _INT32),
+  "prompts.num_items": _Range(2, _ITEMS),
   "prompts.heldout_fraction": _Range(0, 1, open_low=True, open_high=True),
-  "prompts.max_tokens": _COUNT,
-  "prompts.vocab_size": _Range(260, 2**20),
-  "model.num_layers": _COUNT,
-  "model.embed_dim": _COUNT,
-  "model.mlp_dim": _COUNT,
-  "model.num_heads": _COUNT,
-  "model.num_kv_heads": _COUNT,
-  "model.head_dim": _Range(2, 2**16),
+  "prompts.max_tokens": _Range(1, _TOKENS),
+  "prompts.vocab_size": _Range(260, _MANY),
+  "model.num_layers": _Range(1, 2**12),
+  "model.embed_dim": _Range(1, _MANY),
+  "model.mlp_dim": _Range(1, _MANY),
+  "model.num_heads": _Range(1, 2**14),
+  "model.num_kv_heads": _Range(1, 2**14),
+  "model.head_dim": _Range(2, 2**14),
   "model.rope_theta": _POSITIVE,
   "model.rope_scaling_factor": _AT_LEAST_1,
   "model.rope_low_frequency_factor": _POSITIVE,
   "model.rope_high_frequency_factor": _POSITIVE,
-  "model.rope_original_context": _AT_LEAST_1,
-  "model.context_tokens": _Range(2, 2**31 - 1),
+  "model.rope_original_context": _Range(1, _INT32),
+  "model.context_tokens": _Range(2, _INT32),
   "model.norm_eps": _POSITIVE,
-  "model.num_experts": _Range(0, 2**16),
-  "model.experts_per_token": _Range(0, 2**16),
-  "model.expert_mlp_dim": _Range(0, 2**24),
-  "model.vocab_size": _Range(0, 2**28),
-  "model.lora_rank": _Range(0, 2**16),
+  "model.num_experts": _Range(0, 2**14),
+  "model.experts_per_token": _Range(0, 2**14),
+  "model.expert_mlp_dim": _Range(0, _MANY),
+  "model.vocab_size": _Range(0, _INT32),
+  "model.lora_rank": _Range(0, 2**14),
   "model.lora_alpha": _POSITIVE,
-  "warm_start.steps": _Range(0, 2**31 - 1),
+  "warm_start.steps": _Range(0, _INT32),
   "warm_start.target_accuracy": _FRACTION,
-  "warm_start.batch_size": _COUNT,
+  "warm_start.batch_size": _Range(1, _MANY),
   "warm_start.learning_rate": _FRACTION,
-  "rollout.prompts_per_batch": _Range(1, _SLOTS),
-  "rollout.samples_per_prompt": _Range(2, _SLOTS),
-  "rollout.max_response_tokens": _COUNT,
-  "rollout.chunk_tokens": _COUNT,
-  "rollout.slots": _Range(0, _SLOTS),
-  "rollout.cache_tokens": _Range(0, 2**31 - 1),
-  "rollout.prefill_tokens": _COUNT,
-  "rollout.extra_samples": _Range(0, 2**16),
-  "rollout.temperature": _POSITIVE,
-  "rollout.top_k": _Range(0, 2**24),
+  "rollout.prompts_per_batch": _Range(1, _MOST_SLOTS),
+  "rollout.samples_per_prompt": _Range(2, _MOST_SLOTS),
+  "rollout.max_response_tokens": _Range(1, _TOKENS),
+  "rollout.chunk_tokens": _Range(1, 2**16),
+  "rollout.slots": _Range(0, _MOST_SLOTS),
+  "rollout.cache_tokens": _Range(0, 2**40),
+  "rollout.prefill_tokens": _Range(1, _ITEMS),
+  "rollout.extra_samples": _Range(0, _MOST_SLOTS),
+  "rollout.temperature": _TEMPERATURE,
+  "rollout.top_k": _Range(0, _INT32),
   "rollout.top_p": _FRACTION,
   "rollout.min_p": _Range(0, 1, open_high=True),
-  "rewards.workers": _Range(1, 1024),
+  "rewards.workers": _Range(1, 2**12),
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),
   "rewards.partial_credit": _Range(0, 1),
   "rewards.overlong_penalty": _AT_LEAST_0,
-  "rewards.overlong_buffer_tokens": _Range(0, 2**24),
-  "replay.num_snapshots": _COUNT,
-  "replay.max_staleness": _AT_LEAST_0,
-  "replay.max_uses": _AT_LEAST_1,
+  "rewards.overlong_buffer_tokens": _Range(0, _TOKENS),
+  "replay.num_snapshots": _Range(1, 2**16),
+  "replay.max_staleness": _Range(0, _INT32),
+  "replay.max_uses": _Range(1, _INT32),
   "replay.keep_fraction": _FRACTION,
   "replay.reject_fraction": _Range(0, 1, open_high=True),
   "replay.max_metric": _Range(-math.inf, open_low=True, infinite=True),
-  "replay.min_batch": _COUNT,
-  "replay.snapshot_bytes": _AT_LEAST_1,
-  "replay.trajectory_bytes": _AT_LEAST_1,
-  "replay.timeout_s": _POSITIVE,
+  "replay.min_batch": _Range(1, _MANY),
+  "replay.snapshot_bytes": _Range(1, 2**60),
+  "replay.trajectory_bytes": _Range(1, 2**60),
+  # The longest that threads can wait is some centuries.
+  "replay.timeout_s": _Range(0, 10**9, open_low=True),
   "objective.reward_tolerance": _Range(0, 1, open_high=True),
   "objective.weight_cap": _Range(1, infinite=True),
   "objective.kappa": _AT_LEAST_0,
-  "objective.proximal_lag": _Range(0, 2**31 - 1),
-  "objective.ewma_window": _Range(0, 2**24),
+  "objective.proximal_lag": _Range(0, _INT32),
+  "objective.ewma_window": _Range(0, _ITEMS),
   "objective.ewma_min_passed_fraction": _Range(0, 1),
   "objective.clip_low": _FRACTION,
   "objective.clip_high": _Range(0, open_low=True, infinite=True),
@@ -988,38 +1056,38 @@ _RANGES = {
   "objective.dual_clip": _Range(1, open_low=True, infinite=True),
   "objective.max_behavior_weight": _Range(1, infinite=True),
   "objective.kl_coefficient": _AT_LEAST_0,
-  "objective.max_versions": _COUNT,
+  "objective.max_versions": _Range(1, 2**16),
   "learner.learning_rate": _Range(0, 1),
-  "learner.warmup_steps": _Range(0, 2**31 - 1),
+  "learner.warmup_steps": _Range(0, _INT32),
   "learner.final_learning_rate": _Range(0, 1),
   "learner.b1": _Range(0, 1, open_high=True),
   "learner.b2": _Range(0, 1, open_high=True),
   "learner.eps": _POSITIVE,
   "learner.weight_decay": _AT_LEAST_0,
   "learner.max_grad_norm": _Range(0, open_low=True, infinite=True),
-  "learner.batch_size": _COUNT,
-  "learner.minibatches": _COUNT,
-  "learner.microbatches": _COUNT,
-  "learner.rows": _COUNT,
-  "learner.row_tokens": _Range(2, 2**24),
-  "learner.score_rows": _COUNT,
-  "rollback.num_prompts": _Range(0, _SLOTS),
+  "learner.batch_size": _Range(1, _MANY),
+  "learner.minibatches": _Range(1, _MANY),
+  "learner.microbatches": _Range(1, _MANY),
+  "learner.rows": _Range(1, _ITEMS),
+  "learner.row_tokens": _Range(2, _ITEMS),
+  "learner.score_rows": _Range(1, _ITEMS),
+  "rollback.num_prompts": _Range(0, _MOST_SLOTS),
   "rollback.tolerance": _AT_LEAST_0,
   "rollback.final_tolerance": _AT_LEAST_0,
   "rollback.max_ratio": _Range(1, infinite=True),
-  "mesh.train.data": _COUNT,
-  "mesh.train.fsdp": _COUNT,
-  "mesh.train.tensor": _COUNT,
-  "mesh.rollout.data": _COUNT,
-  "mesh.rollout.tensor": _COUNT,
-  "evaluate.every": _AT_LEAST_1,
-  "evaluate.num_prompts": _COUNT,
-  "evaluate.temperature": _AT_LEAST_0,
-  "evaluate.samples_per_prompt": _Range(1, _SLOTS),
-  "watch.window": _Range(1, 2**20),
-  "watch.patience": _AT_LEAST_1,
-  "watch.repeat_every": _AT_LEAST_1,
-  "watch.stop_after": _AT_LEAST_1,
+  "mesh.train.data": _Range(1, _MANY),
+  "mesh.train.fsdp": _Range(1, _MANY),
+  "mesh.train.tensor": _Range(1, _MANY),
+  "mesh.rollout.data": _Range(1, _MANY),
+  "mesh.rollout.tensor": _Range(1, _MANY),
+  "evaluate.every": _Range(1, _INT32),
+  "evaluate.num_prompts": _Range(1, _ITEMS),
+  "evaluate.temperature": dataclasses.replace(_TEMPERATURE, zero=True),
+  "evaluate.samples_per_prompt": _Range(1, _MOST_SLOTS),
+  "watch.window": _Range(1, _MANY),
+  "watch.patience": _Range(1, _INT32),
+  "watch.repeat_every": _Range(1, _INT32),
+  "watch.stop_after": _Range(1, _INT32),
   "watch.min_ess_fraction": _Range(0, 1),
   "watch.max_parity_p95": _Range(0, open_low=True, infinite=True),
   "watch.max_length_ratio": _Range(1, infinite=True),
@@ -1029,10 +1097,50 @@ _RANGES = {
   "watch.reward_margin": _Range(0, 0.5, open_high=True),
   "watch.max_lost_fraction": _Range(0, open_low=True, infinite=True),
   "watch.max_grad_norm_ratio": _Range(1, open_low=True, infinite=True),
-  "checkpoint.every": _AT_LEAST_1,
-  "checkpoint.keep_last": _AT_LEAST_1,
-  "checkpoint.keep_best": _AT_LEAST_0,
+  "checkpoint.every": _Range(1, _INT32),
+  "checkpoint.keep_last": _Range(1, _INT32),
+  "checkpoint.keep_best": _Range(0, _INT32),
 }
+
+
+def value_problems(
+  name: str, value: Any, *, field: str, least: int | None = None
+) -> list[str]:
+  """What is wrong with a value that means the same as a field of the config.
+
+  Args:
+    name: As the caller calls it.
+    value: Of any type.
+    field: The config's, "rollout.top_p".
+    least: Instead of the field's own least value.
+  """
+  hint: Any = RunConfig
+  for part in field.split("."):
+    hint = typing.get_type_hints(hint)[part]
+  limits = _RANGES.get(field)
+  if least is not None:
+    limits = dataclasses.replace(limits, low=least)
+  try:
+    _check_range(limits, _parse_value(hint, value))
+  except ValueError as error:
+    return [f"{name} = {_shown(value)} {error}"]
+  return []
+
+
+def rollout_problems(rollout: RolloutConfig) -> list[str]:
+  """What is wrong with the fields of a config that was not parsed.
+
+  It may have one sample for each prompt, and temperature 0.
+  """
+  problems = []
+  for each in dataclasses.fields(RolloutConfig):
+    name, value = f"rollout.{each.name}", getattr(rollout, each.name)
+    if each.name == "temperature":
+      problems += value_problems(name, value, field="evaluate.temperature")
+    else:
+      least = 1 if each.name == "samples_per_prompt" else None
+      problems += value_problems(name, value, field=name, least=least)
+  return problems
 
 
 def _split_problems(
@@ -1137,86 +1245,174 @@ def _check_row_capacity(c: Any) -> list[str]:
   ]
 
 
+def _check_batch_tokens(c: Any) -> list[str]:
+  longest = c.prompts.max_tokens + c.rollout.max_response_tokens
+  width = "prompts.max_tokens + rollout.max_response_tokens"
+  problems = []
+  for name, rows, unit, over, tokens in (
+    (
+      "learner.rows",
+      c.learner.rows,
+      _row_unit(c),
+      "learner.row_tokens",
+      c.learner.row_tokens,
+    ),
+    (
+      "learner.score_rows",
+      c.learner.score_rows,
+      c.mesh.train.data * c.mesh.train.fsdp,
+      "learner.row_tokens",
+      c.learner.row_tokens,
+    ),
+    (
+      "warm_start.batch_size",
+      c.warm_start.batch_size,
+      c.mesh.train.data * c.mesh.train.fsdp,
+      width,
+      longest,
+    ),
+  ):
+    if rows * tokens > _MOST_BATCH_TOKENS:
+      works = max(_MOST_BATCH_TOKENS // tokens // unit, 1) * unit
+      problems.append(
+        f"{name} = {rows} of {over} = {tokens} are {rows * tokens} tokens, "
+        f"more than a host's arrays of {_MOST_BATCH_TOKENS}. Try "
+        f"{name}={works}."
+      )
+  return problems
+
+
 def _check_slots(c: Any) -> list[str]:
   data, rollout = c.mesh.rollout.data, c.rollout
   if rollout.slots:
     return _split_problems(
       "rollout.slots", rollout.slots, over="mesh.rollout.data", parts=data
     )
-  slots = rollout.prompts_per_batch * (
-    rollout.samples_per_prompt + rollout.extra_samples
-  )
-  if slots % data == 0:
+  slots = _num_slots(rollout)
+  # Too many are reported elsewhere.
+  if slots > _MOST_SLOTS or slots % data == 0:
     return []
   return [
-    f"rollout.slots = 0 takes rollout.prompts_per_batch * "
-    f"(rollout.samples_per_prompt + rollout.extra_samples) = {slots}, which do "
+    f"rollout.slots = 0 takes {_BATCH_SLOTS} = {slots}, which do "
     f"not split over mesh.rollout.data = {data}. Try "
     f"rollout.slots={-(-slots // data) * data}."
   ]
 
 
-def _check_many_slots(c: Any) -> list[str]:
-  rollout = c.rollout
-  begun = rollout.samples_per_prompt + rollout.extra_samples
-  slots = rollout.prompts_per_batch * begun
-  if rollout.slots or slots <= _SLOTS:
-    return []
-  return [
-    f"rollout.slots = 0 takes rollout.prompts_per_batch * "
-    f"(rollout.samples_per_prompt + rollout.extra_samples) = {slots}, more "
-    f"than {_SLOTS}. Try rollout.slots={_SLOTS}."
-  ]
+_BATCH_SLOTS = (
+  "rollout.prompts_per_batch * (rollout.samples_per_prompt + "
+  "rollout.extra_samples)"
+)
+
+
+def _num_slots(rollout: Any) -> int:
+  samples = rollout.samples_per_prompt + rollout.extra_samples
+  return rollout.slots or rollout.prompts_per_batch * samples
+
+
+def cache_pages(rollout: Any, *, max_prompt_tokens: int, replicas: int) -> int:
+  """Pages of the cache on each of ``replicas`` data slices of the mesh.
+
+  Args:
+    rollout: Fields as in ``RolloutConfig``.
+    max_prompt_tokens: P.
+    replicas: Data slices.
+  """
+  page = rollout.chunk_tokens
+  if rollout.cache_tokens:
+    return rollout.cache_tokens // page
+  slots = -(-_num_slots(rollout) // replicas)
+  samples = rollout.samples_per_prompt + rollout.extra_samples
+  # All but its last token, whose keys the first chunk writes.
+  prompt = -(-(max_prompt_tokens - 1) // page)
+  own = -(-rollout.max_response_tokens // page)
+  most = -(-slots // samples) * prompt + slots * own
+  return max(most, _pages_of_a_sample(rollout, max_prompt_tokens))
+
+
+def _pages_of_a_sample(rollout: Any, max_prompt_tokens: int) -> int:
+  """Those of the longest, of which one may begin anywhere in its prefix."""
+  longest = max_prompt_tokens + rollout.max_response_tokens
+  return -(-longest // rollout.chunk_tokens) + 1
 
 
 def cache_problems(
-  rollout: RolloutConfig, *, max_prompt_tokens: int
+  rollout: Any, *, max_prompt_tokens: int, replicas: int
 ) -> list[str]:
-  """Why the paged cache does not hold the longest sample, if it does not.
+  """Whether slots and pages are too many, or too few for one sample.
 
-  Args:
-    rollout: Anything with its fields.
-    max_prompt_tokens: P.
+  The arguments are those of ``cache_pages``.
   """
-  page = rollout.chunk_tokens
-  longest = max_prompt_tokens + rollout.max_response_tokens
-  # Whole pages, and one more that the next chunk writes.
-  least = -(-longest // page) + 1
-  if not rollout.cache_tokens or rollout.cache_tokens // page >= least:
-    return []
-  return [
-    f"rollout.cache_tokens = {rollout.cache_tokens} is less than one sample "
-    f"may take: prompts.max_tokens + rollout.max_response_tokens = {longest}, "
-    f"in pages of rollout.chunk_tokens = {page}. Try "
-    f"rollout.cache_tokens={least * page}, or 0 for enough."
-  ]
-
-
-def _check_cache_tokens(c: Any) -> list[str]:
-  return cache_problems(c.rollout, max_prompt_tokens=c.prompts.max_tokens)
-
-
-def stop_string_problems(strings: Sequence[str]) -> list[str]:
-  """Why some of these can end no response."""
+  slots = _num_slots(rollout)
+  if slots > _MOST_SLOTS:
+    works = max(_MOST_SLOTS // replicas, 1) * replicas
+    return [
+      f"rollout.slots = 0 takes {_BATCH_SLOTS} = {slots}, more than "
+      f"{_MOST_SLOTS}. Try rollout.slots={works}."
+    ]
   problems = []
-  if isinstance(strings, str):
+  page = rollout.chunk_tokens
+  pages = cache_pages(
+    rollout, max_prompt_tokens=max_prompt_tokens, replicas=replicas
+  )
+  least = _pages_of_a_sample(rollout, max_prompt_tokens)
+  most = max(_MOST_PAGES, least)
+  if pages < least:
     problems.append(
-      f"rollout.stop_strings = {_shown(strings)} is one text, and its letters "
-      f"would be the strings. Try rollout.stop_strings=({_shown(strings)},)."
+      f"rollout.cache_tokens = {rollout.cache_tokens} is less than one sample "
+      "may take: prompts.max_tokens + rollout.max_response_tokens = "
+      f"{max_prompt_tokens + rollout.max_response_tokens}, in pages of "
+      f"rollout.chunk_tokens = {page}. Try rollout.cache_tokens={least * page},"
+      " or 0 for enough."
     )
-  elif unusable := [
-    text
-    for text in strings
-    if not isinstance(text, str) or not text or "\ufffd" in text
-  ]:
-    usable = tuple(text for text in strings if text not in unusable)
+  elif pages > most:
     problems.append(
-      f"rollout.stop_strings = {_shown(tuple(strings))} has "
-      f"{_shown(unusable[0])}: a stop string is text, every text has the empty "
-      f"string, and U+FFFD stands for bytes that are no text yet. Try "
-      f"rollout.stop_strings={_shown(usable)}."
+      f"rollout.cache_tokens = {rollout.cache_tokens} makes {pages} pages of "
+      f"rollout.chunk_tokens = {page} on each data slice, more than {most}. "
+      f"Try rollout.cache_tokens={most * page}."
+    )
+  if slots * least > _MOST_ENTRIES and slots > replicas:
+    works = max(_MOST_ENTRIES // least // replicas, 1) * replicas
+    problems.append(
+      f"rollout.slots = {rollout.slots} makes {slots} page tables of {least} "
+      f"entries, more than {_MOST_ENTRIES} together. Try rollout.slots={works}."
     )
   return problems
+
+
+def _check_cache(c: Any) -> list[str]:
+  return cache_problems(
+    c.rollout,
+    max_prompt_tokens=c.prompts.max_tokens,
+    replicas=c.mesh.rollout.data,
+  )
+
+
+def stop_string_problems(
+  strings: Any, *, name: str = "rollout.stop_strings"
+) -> list[str]:
+  """Why some of these can end no response.
+
+  Args:
+    strings: Of any type.
+    name: As the caller calls them.
+  """
+  if problems := value_problems(name, strings, field="rollout.stop_strings"):
+    return problems
+  usable = tuple(
+    text
+    for text in strings
+    if text and "\ufffd" not in text and not _has_surrogate(text)
+  )
+  if len(usable) == len(strings):
+    return []
+  unusable = next(text for text in strings if text not in usable)
+  return [
+    f"{name} = {_shown(tuple(strings))} has {_shown(unusable)}: every text has "
+    "the empty string, U+FFFD stands for bytes that are no text yet, and no "
+    "text has half of a surrogate pair. Try "
+    f"{name}={_shown(usable)}."
+  ]
 
 
 def _check_stop_strings(c: Any) -> list[str]:
@@ -1333,13 +1529,13 @@ def _check_lora(c: Any) -> list[str]:
   return problems
 
 
-def tensor_problems(model: ModelConfig, tensor: int, *, name: str) -> list[str]:
-  """Why a model does not split over the tensor axis, if it does not.
+def tensor_problems(model: Any, tensor: int, *, name: str) -> list[str]:
+  """What of a model does not split over a mesh's tensor axis.
 
   Args:
-    model: Anything with its fields.
-    tensor: Devices along the axis.
-    name: Of the field that says so.
+    model: Fields as in ``ModelConfig``.
+    tensor: Size of the axis.
+    name: As the caller calls it.
   """
   names = ["num_heads", "num_kv_heads"]
   if not model.num_experts:
@@ -1347,23 +1543,23 @@ def tensor_problems(model: ModelConfig, tensor: int, *, name: str) -> list[str]:
   elif model.num_experts % tensor:
     # Experts that cannot be dealt out are each cut instead.
     names.append("expert_mlp_dim")
-  sizes = {field: getattr(model, field) for field in names}
+  sizes = {each: getattr(model, each) for each in names}
   return [
-    f"model.{field} = {size} does not split over {name} = {tensor}. Try "
+    f"model.{each} = {size} does not split over {name} = {tensor}. Try "
     f"{name}={math.gcd(size, tensor)}."
-    for field, size in sizes.items()
+    for each, size in sizes.items()
     if size % tensor
   ]
 
 
-def _check_tensor_split(c: Any) -> list[str]:
-  return [
-    problem
-    for mesh in ("train", "rollout")
-    for problem in tensor_problems(
-      c.model, getattr(c.mesh, mesh).tensor, name=f"mesh.{mesh}.tensor"
-    )
-  ]
+def _check_train_tensor(c: Any) -> list[str]:
+  tensor = c.mesh.train.tensor
+  return tensor_problems(c.model, tensor, name="mesh.train.tensor")
+
+
+def _check_rollout_tensor(c: Any) -> list[str]:
+  tensor = c.mesh.rollout.tensor
+  return tensor_problems(c.model, tensor, name="mesh.rollout.tensor")
 
 
 def _check_fsdp_split(c: Any) -> list[str]:
@@ -1508,6 +1704,17 @@ def _check_schedule(c: Any) -> list[str]:
   learner = c.learner
   problems = []
   if (
+    learner.schedule == "cosine"
+    and learner.learning_rate == 0
+    and learner.final_learning_rate != 0
+  ):
+    problems.append(
+      "learner.learning_rate = 0 stays so under the cosine schedule, which is "
+      "a multiple of it, and learner.final_learning_rate = "
+      f"{learner.final_learning_rate:g}. Try learner.schedule='linear', or "
+      "learner.final_learning_rate=0."
+    )
+  if (
     learner.schedule == "constant"
     and learner.final_learning_rate != learner.learning_rate
   ):
@@ -1521,7 +1728,7 @@ def _check_schedule(c: Any) -> list[str]:
 
 
 def _check_updates(c: Any) -> list[str]:
-  updates, most = c.num_steps * c.learner.minibatches, 2**31 - 1
+  updates, most = c.num_steps * c.learner.minibatches, _INT32
   if updates <= most:
     return []
   return [
@@ -1557,13 +1764,21 @@ def _check_overlong(c: Any) -> list[str]:
 
 
 def _check_evaluate(c: Any) -> list[str]:
-  if c.evaluate.samples_per_prompt == 1 or c.evaluate.temperature > 0:
-    return []
-  return [
-    f"evaluate.samples_per_prompt = {c.evaluate.samples_per_prompt} asks for "
-    "the same answer again and again: evaluate.temperature = 0 is greedy. Try "
-    "evaluate.samples_per_prompt=1, or evaluate.temperature=1."
-  ]
+  samples, data = c.evaluate.samples_per_prompt, c.mesh.rollout.data
+  problems = []
+  if samples > 1 and c.evaluate.temperature == 0:
+    problems.append(
+      f"evaluate.samples_per_prompt = {samples} asks for the same answer again "
+      "and again: evaluate.temperature = 0 is greedy. Try "
+      "evaluate.samples_per_prompt=1, or evaluate.temperature=1."
+    )
+  if samples * data > _MOST_SLOTS and data <= _MOST_SLOTS:
+    problems.append(
+      f"evaluate.samples_per_prompt = {samples} on each of mesh.rollout.data = "
+      f"{data} are more than {_MOST_SLOTS} slots. Try "
+      f"evaluate.samples_per_prompt={_MOST_SLOTS // data}."
+    )
+  return problems
 
 
 def _check_stop_on(c: Any) -> list[str]:
@@ -1589,9 +1804,9 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_warm_start_batch,
   _check_row_tokens,
   _check_row_capacity,
+  _check_batch_tokens,
   _check_slots,
-  _check_many_slots,
-  _check_cache_tokens,
+  _check_cache,
   _check_stop_strings,
   _check_heads,
   _check_head_dim,
@@ -1599,7 +1814,8 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_context,
   _check_experts,
   _check_lora,
-  _check_tensor_split,
+  _check_train_tensor,
+  _check_rollout_tensor,
   _check_fsdp_split,
   _check_synchronous,
   _check_trust_region,

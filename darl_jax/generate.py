@@ -7,22 +7,29 @@ for answer in model.generate(["What is 2 + 3?", "Name a colour."]):
   print(model.text(answer))
 """
 
-import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from darl_jax import config as config_lib
-from darl_jax.config import ConfigError, ModelConfig, RolloutConfig
+from darl_jax.config import (
+  ConfigError,
+  ModelConfig,
+  RolloutConfig,
+  stop_string_problems,
+  tensor_problems,
+  value_problems,
+)
 from darl_jax.models import presets, published
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts.chat import ChatTokenizer
 from darl_jax.prompts.stop_strings import StopStrings
-from darl_jax.rollout.engine import Engine
+from darl_jax.rollout.engine import Engine, is_whole, token_problem
 from darl_jax.rollout.placement import Placement
 from darl_jax.rollout.sampling import Sampling
 from darl_jax.sharding import meshes
@@ -72,23 +79,22 @@ class Generator:
       seed: Of the draws.
 
     Raises:
-      ConfigError: The model is not there or not supported, the devices do not
-        fit it, or an argument has no such value: all of those at once.
+      ConfigError: An argument has no such value: all of those at once. Or the
+        model is not there or not supported, or an argument does not suit it.
     """
-    _check(
-      dict(
-        max_prompt_tokens=max_prompt_tokens,
-        max_response_tokens=max_response_tokens,
-        samples=samples,
-        slots=slots,
-        tensor=tensor,
-      ),
-      dtype,
-      cache_dtype,
-      stop_strings,
-      seed,
-    )
     sampling = sampling or Sampling(temperature=1.0)
+    _check(
+      max_prompt_tokens=max_prompt_tokens,
+      max_response_tokens=max_response_tokens,
+      samples=samples,
+      slots=slots,
+      stop_strings=stop_strings,
+      system=system,
+      tensor=tensor,
+      dtype=dtype,
+      cache_dtype=cache_dtype,
+      seed=seed,
+    )
     path = published.locate(os.fspath(model))
     config = ModelConfig(
       **presets.FRESH
@@ -96,7 +102,10 @@ class Generator:
       | published.read_config(path)
     )
     _check_model(
-      config, tensor=tensor, tokens=max_prompt_tokens + max_response_tokens
+      config,
+      tensor=tensor,
+      max_prompt_tokens=max_prompt_tokens,
+      max_response_tokens=max_response_tokens,
     )
     data = jax.device_count() // tensor
     devices = np.array(jax.devices()[: data * tensor])
@@ -111,6 +120,7 @@ class Generator:
     params = published.load(path, config, shardings=placement.shardings)
     self._snapshot = placement.adopt(params, version=0)
     self._asked = 0
+    self._vocab_size = config.vocab_size
     self.engine = Engine(
       policy,
       RolloutConfig(
@@ -135,7 +145,8 @@ class Generator:
       mesh=mesh,
       max_prompt_tokens=max_prompt_tokens,
       stop_ids=self.tokenizer.stop_ids,
-      pad_id=self.tokenizer.pad_id,
+      # Nobody reads it, and some models have no row for their tokenizer's.
+      pad_id=min(self.tokenizer.pad_id, config.vocab_size - 1),
       seed=seed,
       stops=stops,
     )
@@ -147,11 +158,12 @@ class Generator:
       prompts: Text, asked through the chat template, or tokens int32 [P].
 
     Raises:
-      ValueError: A prompt is empty or longer than ``max_prompt_tokens``, is no
-        text that UTF-8 can hold, or has ids that are none of the model's.
+      ValueError: What is asked is not a list of prompts, or one of them is
+        empty, longer than ``max_prompt_tokens``, not text or a row of integers,
+        or has a token that the model has not.
     """
     answered = dict(self.stream(prompts))
-    return [t for index in range(len(prompts)) for t in answered[index]]
+    return [t for index in range(len(answered)) for t in answered[index]]
 
   def stream(
     self, prompts: Sequence[str | np.ndarray]
@@ -161,16 +173,23 @@ class Generator:
     Equal prompts asked again are answered anew: what is drawn follows from
     the seed and the number of prompts asked before.
     """
-    if isinstance(prompts, (str, bytes)):
-      raise ValueError(
-        f"prompts = {prompts!r} is one text, and its letters would be the "
-        "prompts. Try a list of it."
+    if isinstance(prompts, (str, bytes)) or not (
+      isinstance(prompts, Sequence) or np.ndim(prompts) > 0
+    ):
+      works = (
+        f"[{reprlib.repr(prompts)}]"
+        if isinstance(prompts, str)
+        else "list(prompts)"
       )
-    first = self._asked
+      raise ValueError(
+        f"prompts = {reprlib.repr(prompts)} is not a list of prompts. "
+        f"Try {works}."
+      )
     asked = [
-      Prompt(str(index), self._tokens(prompt), {})
+      Prompt(str(index), self._tokens(index, prompt), {})
       for index, prompt in enumerate(prompts)
     ]
+    first = self._asked
     self._asked += len(asked)
     for group in self.engine.stream(
       asked, first_group_id=first, fetch=lambda: self._snapshot
@@ -181,74 +200,85 @@ class Generator:
     """The response, without special tokens."""
     return self.tokenizer.decode(trajectory.response)
 
-  def _tokens(self, prompt: str | np.ndarray) -> np.ndarray:
+  def _tokens(self, index: int, prompt: str | np.ndarray) -> np.ndarray:
+    """int32 [P], and not a cast of anything but integers."""
     if isinstance(prompt, str):
-      try:
-        prompt.encode()
-      except UnicodeEncodeError as error:
-        raise ValueError(f"prompt {prompt!r} is no text: {error}") from None
       return self.tokenizer.encode_prompt(prompt)
-    tokens = np.asarray(prompt)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    if isinstance(prompt, jax.Array):
+      prompt = np.asarray(prompt)
+    if isinstance(prompt, np.ndarray):
+      usable = prompt.ndim == 1 and prompt.dtype.kind in "iu"
+    else:
+      usable = isinstance(prompt, Sequence) and all(map(is_whole, prompt))
+      usable = usable and not isinstance(prompt, bytes)
+    if not usable:
       raise ValueError(
-        f"prompt {prompt!r} is neither text nor a row of token ids"
+        f"prompt {index} = {reprlib.repr(prompt)} is neither text nor a row of "
+        "integers. Try a list of prompts, each a str or np.asarray(tokens, "
+        "np.int32)."
       )
-    limits = np.iinfo(np.int32)
-    # What does not fit is refused by the engine, with all other ids it lacks.
-    return np.clip(tokens, limits.min, limits.max).astype(np.int32)
+    tokens = list(map(int, prompt))
+    if problem := token_problem(tokens, self._vocab_size):
+      raise ValueError(f"prompt {index} {problem}")
+    return np.asarray(tokens, np.int32)
 
 
-def _check_model(config: ModelConfig, *, tensor: int, tokens: int) -> None:
-  """Raises ConfigError where a model cannot be used as asked."""
-  problems = config_lib.tensor_problems(config, tensor, name="tensor")
-  if tokens > config.context_tokens:
-    problems.append(
-      f"max_prompt_tokens + max_response_tokens = {tokens} is more than the "
-      f"{config.context_tokens} tokens of the model's context. Try "
-      f"max_response_tokens={max(config.context_tokens // 2, 1)} and as many "
-      "of the prompt."
+# Arguments of ``Generator``: the config's fields that mean the same, and their
+# least values where those are others.
+_FIELDS = dict(
+  max_prompt_tokens=("prompts.max_tokens", 1),
+  max_response_tokens=("rollout.max_response_tokens", 1),
+  samples=("rollout.samples_per_prompt", 1),
+  slots=("rollout.slots", 1),
+  system=("prompts.system", None),
+  tensor=("mesh.rollout.tensor", 1),
+  dtype=("rollout.dtype", None),
+  cache_dtype=("rollout.cache_dtype", None),
+  seed=("seed", 0),
+)
+
+
+def _check(*, stop_strings: Any, **arguments: Any) -> None:
+  """Raises ConfigError for arguments of ``Generator`` that cannot be."""
+  problems = []
+  for name, value in arguments.items():
+    field, least = _FIELDS[name]
+    problems += value_problems(name, value, field=field, least=least)
+  problems += stop_string_problems(stop_strings, name="stop_strings")
+  devices, tensor = jax.device_count(), arguments["tensor"]
+  if not any(problem.startswith("tensor ") for problem in problems):
+    most = max(
+      n for n in range(1, devices + 1) if devices % n == 0 and n <= tensor
     )
+    if most != tensor:
+      problems.append(
+        f"tensor = {tensor} does not divide the {devices} devices. Try "
+        f"tensor={most}."
+      )
   if problems:
     raise ConfigError(problems)
 
 
-def _check(
-  counts: Mapping[str, int],
-  dtype: str,
-  cache_dtype: str,
-  stop_strings: Sequence[str],
-  seed: int,
+def _check_model(
+  config: ModelConfig,
+  *,
+  tensor: int,
+  max_prompt_tokens: int,
+  max_response_tokens: int,
 ) -> None:
-  """Raises ConfigError for arguments of ``Generator`` that cannot be."""
-  problems = [
-    f"{name} = {count} must be an integer of at least 1. Try {name}=1."
-    for name, count in counts.items()
-    if not isinstance(count, numbers.Integral) or count < 1
-  ]
-  devices, tensor = jax.device_count(), counts["tensor"]
-  if not problems and devices % tensor:
-    most = max(
-      n for n in range(1, devices + 1) if devices % n == 0 and n <= tensor
-    )
+  """Raises ConfigError for arguments that do not suit the model."""
+  problems = tensor_problems(config, tensor, name="tensor")
+  longest = max_prompt_tokens + max_response_tokens
+  context = config.context_tokens
+  if longest > context:
+    shorter = context - max_prompt_tokens
+    advice = f"max_response_tokens={shorter}"
+    if shorter < 1:
+      half = context // 2
+      advice = f"max_prompt_tokens={half}, max_response_tokens={context - half}"
     problems.append(
-      f"tensor = {tensor} does not divide the {devices} devices. Try "
-      f"tensor={most}."
+      f"max_prompt_tokens + max_response_tokens = {longest} is more than the "
+      f"model's context of {context} tokens. Try {advice}."
     )
-  for name, value, known in (
-    ("dtype", dtype, ("float32", "bfloat16")),
-    ("cache_dtype", cache_dtype, ("", "float32", "bfloat16", "int8")),
-  ):
-    if value not in known:
-      problems.append(
-        f"{name} = {value!r} is none of {known}. Try {known[0]!r}."
-      )
-  if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**31:
-    problems.append(
-      f"seed = {seed!r} is no whole number from 0 to {2**31 - 1}. Try seed=0."
-    )
-  problems += [
-    problem.replace("rollout.", "")
-    for problem in config_lib.stop_string_problems(stop_strings)
-  ]
   if problems:
     raise ConfigError(problems)

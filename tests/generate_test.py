@@ -105,29 +105,73 @@ class GeneratorTest(parameterized.TestCase):
         self.assertEqual(answer.finish, whole.finish)
     self.assertGreater(ended, 0)
 
-  @parameterized.parameters([("",)], ["END"], [(3,)], [(None, "x")])
+  @parameterized.parameters(
+    ("",), (("",),), ("END",), (("END", 3),), ((b"END",),), (3,), (None,),
+  )  # fmt: skip
   def test_bad_stop_strings(self, strings):
-    with self.assertRaisesRegex(ConfigError, "stop_strings"):
-      _generator(stop_strings=strings)
+    with self.assertRaisesRegex(ConfigError, r"\* stop_strings = "):
+      Generator(_model(), stop_strings=strings)
 
-  def test_bad_input(self):
-    with self.assertRaisesRegex(ValueError, "41 tokens, more than the 40"):
-      _generator().generate([np.zeros(41, np.int32)])
+  @parameterized.parameters(
+    (np.zeros(41, np.int32), "41 tokens, more than the 40"),
+    ([], "has no tokens"),
+    (np.array([1, -1]), "prompt 1 has token -1 at position 1.* 0 to 319"),
+    ([320], "prompt 1 has token 320 at position 0"),
+    (np.array([2**32 + 5]), "prompt 1 has token 4294967301 at position 0"),
+    ([2**70], "prompt 1 has token 1180591620717411303424"),
+    (np.array([1.0, 2.0]), "prompt 1 = .* neither text nor a row of integers"),
+    ([1, 2.5], r"prompt 1 = \[1, 2.5\] is neither"),
+    ([1, True], "is neither"),
+    (np.array([True]), "is neither"),
+    (np.zeros((1, 3), np.int32), "is neither"),
+    (b"text", "is neither"),
+    (7, "prompt 1 = 7 is neither"),
+    (None, "is neither"),
+    ("a\ud800b", "half of a surrogate pair.* Try 'a.b'"),
+  )
+  def test_a_bad_prompt(self, prompt, message):
+    model = _generator()
+    with self.assertRaisesRegex(ValueError, message):
+      model.generate([[10, 11], prompt])
+    self.assertEqual(model.engine.pending, 0)
+
+  @parameterized.parameters("Add 2 and 3.", b"Add", 7, None)
+  def test_what_is_no_list_of_prompts(self, prompts):
+    with self.assertRaisesRegex(ValueError, "is not a list of prompts. Try"):
+      _generator().generate(prompts)
+    with self.assertRaisesRegex(ValueError, "prompt 0 = .*neither"):
+      _generator().generate(np.arange(3, dtype=np.int32))
+
+  def test_rows_of_any_integers(self):
+    model = _generator(sampling=Sampling(temperature=0.0))
+    row = [10, 300, 12]
+    kinds = [row, np.array(row), np.array(row, np.uint16), jnp.array(row)]
+    answers = model.generate(kinds)
+    self.assertLen({answer.tokens.tobytes() for answer in answers}, 1)
+
+  def test_no_model(self):
     with self.assertRaises(ConfigError):
       Generator(_FOLDER.name)
 
-  @parameterized.parameters(
-    ("What?", "is one text, and its letters"),
-    (["\ud800"], "is no text"),
-    ([np.ones(2, np.float32)], "neither text nor a row of token ids"),
-    ([np.ones(2, bool)], "neither text nor a row of token ids"),
-    ([np.array([3, -1])], "token -1, and the model's are"),
-    ([np.array([3, 2**40])], "token 2147483647, and the model's are"),
-    ([None], "neither text nor a row of token ids"),
-  )
-  def test_prompts_that_are_none(self, prompts, says):
-    with self.assertRaisesRegex(ValueError, says):
-      _generator().generate(prompts)
+  def test_no_further_than_the_models_context(self):
+    with self.assertRaisesRegex(
+      ConfigError, "= 257 is more than .* 256 .*Try max_response_tokens=56"
+    ):
+      Generator(_model(), max_prompt_tokens=200, max_response_tokens=57)
+    _generator(max_prompt_tokens=200, max_response_tokens=56)
+    with self.assertRaisesRegex(
+      ConfigError, "Try max_prompt_tokens=128, max_response_tokens=128"
+    ):
+      Generator(_model(), max_prompt_tokens=256)
+
+  def test_heads_and_context_at_once(self):
+    with self.assertRaises(ConfigError) as caught:
+      Generator(_model(), tensor=4, max_prompt_tokens=999)
+    self.assertLen(caught.exception.problems, 3)
+    for problem in caught.exception.problems[:2]:
+      self.assertRegex(
+        problem, "heads = . does not split over tensor = 4. Try tensor=2"
+      )
 
   def test_stream_yields_what_is_ready(self):
     model = _generator()
@@ -144,10 +188,28 @@ class GeneratorTest(parameterized.TestCase):
 
   def test_every_argument_that_cannot_be_is_named(self):
     with self.assertRaises(ConfigError) as caught:
-      Generator(_model(), samples=0, slots=-1, tensor=0, dtype="float16")
+      Generator(
+        _model(),
+        max_prompt_tokens=2.5,
+        max_response_tokens=True,
+        samples=0,
+        slots=-1,
+        tensor=0,
+        dtype="float16",
+        system="\ud800",
+        stop_strings=("",),
+        seed=2**32,
+      )
     message = str(caught.exception)
-    for part in ("samples = 0", "slots = -1", "tensor = 0", "'float16'"):
-      self.assertIn(part, message)
+    for part in (
+      "max_prompt_tokens = 2.5", "max_response_tokens = True", "samples = 0",
+      "slots = -1", "tensor = 0", "'float16'", "system = ", "stop_strings = ",
+      "seed = 4294967296",
+    ):  # fmt: skip
+      self.assertIn(f"* {part}" if "float16" not in part else part, message)
+    self.assertLen(caught.exception.problems, 9)
+    with self.assertRaisesRegex(ConfigError, "slots = 1000000000 must be in"):
+      Generator(_model(), slots=10**9)
     with self.assertRaisesRegex(ConfigError, "tensor = 3 .* Try tensor=2"):
       Generator(_model(), tensor=3)
     with self.assertRaisesRegex(ConfigError, "tensor = 16 .* Try tensor=8"):
@@ -156,8 +218,6 @@ class GeneratorTest(parameterized.TestCase):
       Generator(_model(), cache_dtype="int4")
     with self.assertRaisesRegex(ConfigError, "does not split over tensor = 8"):
       Generator(_model(), tensor=8)
-    with self.assertRaisesRegex(ConfigError, "tokens of the model's context"):
-      Generator(_model(), max_prompt_tokens=10**6)
     for seed in (-1, 2**31, 0.5):
-      with self.assertRaisesRegex(ConfigError, f"seed = {seed} is no whole"):
+      with self.assertRaisesRegex(ConfigError, rf"\* seed = {seed} .*Try"):
         Generator(_model(), seed=seed)

@@ -319,6 +319,24 @@ class RunTest(parameterized.TestCase):
     self.assertEqual(summary["status"], "failed")
     self.assertIn("the grader is not installed", summary["error"])
 
+  @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+  def test_asked_while_it_imports(self, signum):
+    # Python imports this before the program, which then waits in an import.
+    (self.workdir.parent / "sitecustomize.py").write_text(
+      "import sys, time\n"
+      "class Finder:\n"
+      "  def find_spec(name, *_):\n"
+      "    if name == 'absl':\n"
+      "      print('importing', flush=True)\n"
+      "      time.sleep(600)\n"
+      "sys.meta_path.insert(0, Finder)\n"
+    )
+    process = self._start(path=str(self.workdir.parent))
+    self.assertEqual(process.stdout.readline(), "importing\n")
+    process.send_signal(signum)
+    status, _, stderr = finish(process, ENDS_WITHIN_S)
+    self.assertEqual((status, stderr), (128 + signum, ""))
+
   def test_asked_twice_it_ends_at_once(self):
     process = self._start(
       "num_steps=100000",

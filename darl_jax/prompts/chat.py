@@ -27,6 +27,7 @@ from jinja2 import nodes
 
 from darl_jax.config import ConfigError
 from darl_jax.models import gguf
+from darl_jax.prompts.tokenizer import check_text
 
 # Cuts special tokens in messages; Unicode reserves it for such internal use.
 _MARK = "\ufdd0"
@@ -296,6 +297,7 @@ class ChatTokenizer:
 
   def _harmless(self, text: str) -> str:
     """The text, cut by marks wherever it would yield a special token."""
+    check_text(text)
     text = text.replace(_MARK, "\ufffd")
     text = self._special.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
     if self._protected_ids.isdisjoint(self._encode(text)):

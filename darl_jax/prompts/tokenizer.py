@@ -18,6 +18,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from darl_jax import config as config_lib
+
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 
 # A piece shared by fewer texts than this (and fewer than four) varies with
@@ -175,7 +177,14 @@ class Tokenizer:
     return self.decode(tokens)
 
   def _encode(self, text: str) -> list[int]:
+    check_text(text)
     return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def check_text(text: str) -> None:
+  """Raises ValueError for a text that no tokenizer takes."""
+  if problem := config_lib.text_problem(text):
+    raise ValueError(f"{text!r} {problem}")
 
 
 def _template(questions: Sequence[str]) -> tuple[str, str]:

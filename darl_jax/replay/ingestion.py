@@ -33,6 +33,7 @@ _SUPPORT_DTYPES = {
   "columns": np.dtype(np.int32),
   "offsets": np.dtype(np.int64),
 }
+_LAST_VERSION = 2**31 - 1
 # Greater rewards and what advantages are computed from them leave float32.
 _MAX_REWARD = 1e18
 _BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _DTYPES.values())
@@ -79,12 +80,7 @@ def ingest(
   """
   sample_ids, trajectories = [], []
   for group in groups:
-    # Not a bool, which is an int: True is group 1.
-    if type(group.group_id) is not int:
-      raise ValueError(
-        f"group {group.group_id!r}: its id is a "
-        f"{type(group.group_id).__name__}, and must be an int."
-      )
+    check_group_id(group.group_id)
     if not group.trajectories:
       raise ValueError(f"group {group.group_id} has no samples.")
     for index, trajectory in enumerate(group.trajectories):
@@ -103,6 +99,27 @@ def ingest(
       sample_ids.append(sample_id)
       trajectories.append(_own(sample_id, trajectory, truncated=truncated))
   return _check_contents(sample_ids, trajectories) if sample_ids else []
+
+
+def check_group_id(group_id: Any) -> None:
+  """Raises ValueError unless it is an int.
+
+  A float or a bool may be equal to one: True is group 1.
+  """
+  if type(group_id) is not int:
+    raise ValueError(
+      f"group {group_id!r}: its id is a {type(group_id).__name__}, and must be "
+      "an int."
+    )
+
+
+def check_version(version: Any) -> None:
+  """Raises ValueError unless it is one that int32 tokens' versions can be."""
+  if type(version) is not int or not 0 <= version <= _LAST_VERSION:
+    raise ValueError(
+      f"snapshot {version!r}: its version must be an int from 0 to "
+      f"{_LAST_VERSION}."
+    )
 
 
 def readmit(

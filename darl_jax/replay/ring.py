@@ -190,8 +190,10 @@ class Ring:
     first, then the oldest. The newest is always held.
 
     Raises:
-      ValueError: The version is not above the last one.
+      ValueError: The version is no int from 0 to 2^31 - 1, or not above the
+        last one.
     """
+    ingestion.check_version(snapshot.version)
     # Copied before the lock is taken: this is the slow part.
     params = jax.tree.map(_owned, snapshot.params)
     version = snapshot.version
@@ -334,7 +336,7 @@ class Ring:
 
     Raises:
       ValueError: The group was not begun, or admitted before, or has another
-        number of samples.
+        number of samples, or its id is no int.
     """
     with self._condition:
       self._raise_if_failed()
@@ -712,6 +714,7 @@ class Ring:
 
   def _awaited(self, group_id: int) -> list[ingestion.Sample]:
     """What ``begin`` took in of a group."""
+    ingestion.check_group_id(group_id)
     if group_id not in self._awaiting:
       known = group_id in self._group_ids
       raise ValueError(

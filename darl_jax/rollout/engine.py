@@ -52,6 +52,7 @@ _REMEMBERED_PROMPTS = 2**16
 # Tokens found in the cache are used from so many on: what follows them takes a
 # row of prefill for itself, where short prompts share one.
 _LEAST_MATCH = 128
+_INT32 = np.iinfo(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,24 +160,27 @@ class Engine:
         where there are no such strings.
 
     Raises:
-      ValueError: ``config.stop_strings`` and ``stops``: one without the other.
-      ConfigError: The cache has no room for the longest sample.
+      ValueError: ``config.stop_strings`` and ``stops``: one without the other;
+        or an argument is out of its range.
+      ConfigError: A field of the config has no such value, or the cache has no
+        room for the longest sample.
     """
+    _check_arguments(
+      max_prompt_tokens, pad_id, seed, vocab_size=policy.vocab_size
+    )
+    if problems := config_lib.rollout_problems(config):
+      raise ConfigError(problems)
     if bool(config.stop_strings) != (stops is not None):
       raise ValueError(
         f"rollout.stop_strings = {config.stop_strings!r} and stops = {stops}: "
         "strings need a function that finds them "
         "(prompts.stop_strings.StopStrings), and without strings it is None"
       )
-    if problems := config_lib.cache_problems(
-      config, max_prompt_tokens=max_prompt_tokens
-    ):
-      raise ConfigError(problems)
     self.config = config
     self._stops = stops
-    self._vocab_size = policy.vocab_size
     self._replicas = mesh.shape["data"]
     self._max_prompt_tokens = max_prompt_tokens
+    self._vocab_size = policy.vocab_size
     self._stop_ids = frozenset(stop_ids)
     self._pad_id = pad_id
     self._page = config.chunk_tokens
@@ -208,7 +212,7 @@ class Engine:
       self._pages_of(longest) + 1,
       self._page,
     )
-    self._num_pages = self._count_pages(longest)
+    self._num_pages = self._count_pages()
     self._schedules = [
       Schedule(
         slots=self._slots,
@@ -256,33 +260,32 @@ class Engine:
     """Queues the samples of a prompt.
 
     Args:
-      prompt: At most P tokens.
-      group_id: Unlike those of all groups that are pending.
+      prompt: At most P tokens, which are copied.
+      group_id: Unlike those of all groups that are pending; below 2^31.
       max_tokens: Of each response; the config's by default, which is the most.
 
     Raises:
-      ValueError: The prompt is empty, too long, not a row of int32 or has ids
-        that are no tokens; the number is taken or beyond 32 bits;
-        ``max_tokens`` is no number of tokens that the config allows.
+      ValueError: The prompt is empty, too long, not a row of int32 or not of
+        the vocabulary, or a number is taken or out of its range.
     """
-    limit = self.config.max_response_tokens
-    tokens = self._checked(prompt)
-    if not _is_int(group_id) or not 0 <= group_id < 2**31:
+    tokens = self._copied(prompt)
+    if not is_whole(group_id) or not 0 <= group_id <= _INT32.max:
       raise ValueError(
-        f"group {group_id!r} is no whole number from 0 to {2**31 - 1}"
+        f"group_id = {group_id!r} is not an integer from 0 to {_INT32.max}: "
+        "the sampling keys are of 32 bits of it"
       )
     if group_id in self._groups:
       raise ValueError(f"group {group_id} is pending already")
-    if max_tokens is not None and not (
-      _is_int(max_tokens) and 1 <= max_tokens <= limit
-    ):
-      raise ValueError(
-        f"max_tokens = {max_tokens!r} is no whole number from 1 to "
-        f"rollout.max_response_tokens = {limit}"
-      )
+    limit = self.config.max_response_tokens
+    if max_tokens is not None:
+      if not is_whole(max_tokens) or not 1 <= max_tokens <= limit:
+        raise ValueError(
+          f"max_tokens = {max_tokens!r} is not an integer between 1 and "
+          f"rollout.max_response_tokens = {limit}"
+        )
+      limit = int(max_tokens)
     prompt = dataclasses.replace(prompt, tokens=tokens)
     wanted, begun = self.config.samples_per_prompt, self.config.samples_begun
-    limit = max_tokens or limit
     seen = self._lengths.get(prompt.tokens.tobytes(), limit)
     group = Group(group_id, prompt, wanted, limit, expected=min(seen, limit))
     ids = np.stack([np.full(begun, group_id), np.arange(begun)], axis=1)
@@ -292,36 +295,39 @@ class Engine:
     schedule.submit(group)
     self._groups[group_id] = group, schedule
 
-  def _checked(self, prompt: Prompt) -> np.ndarray:
-    """A copy of the prompt's tokens, read-only, or a ValueError."""
-    tokens = prompt.tokens
-    if not isinstance(tokens, np.ndarray) or (
-      tokens.dtype != np.int32 or tokens.ndim != 1
-    ):
-      found = (
-        f"{tokens.dtype}{list(tokens.shape)}"
-        if isinstance(tokens, np.ndarray)
-        else f"a {type(tokens).__name__}"
+  def _copied(self, prompt: Prompt) -> np.ndarray:
+    """The prompt's tokens, read-only, if they are any that a prompt may have.
+
+    Raises:
+      ValueError: They are not.
+    """
+    given = prompt.tokens
+    if not isinstance(given, np.ndarray):
+      raise ValueError(
+        f"prompt {prompt.id}'s tokens are a {type(given).__name__} and not an "
+        "array. Try np.asarray(tokens, np.int32)."
       )
-      raise ValueError(f"prompt {prompt.id} is {found} and not a row of int32")
-    if not len(tokens):
+    if given.dtype != np.int32 or given.ndim != 1:
+      raise ValueError(
+        f"prompt {prompt.id} is {given.dtype}{list(given.shape)} and not a row "
+        "of int32"
+      )
+    length = len(given)
+    if length == 0:
       raise ValueError(
         f"prompt {prompt.id} has no tokens: nothing predicts its response"
       )
-    if len(tokens) > self._max_prompt_tokens:
+    if length > self._max_prompt_tokens:
       raise ValueError(
-        f"prompt {prompt.id} has {len(tokens)} tokens, more than the "
+        f"prompt {prompt.id} has {length} tokens, more than the "
         f"{self._max_prompt_tokens} that the cache has room for"
       )
-    outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
-    if len(outside):
-      raise ValueError(
-        f"prompt {prompt.id} has token {outside[0]}, and the model's are 0 to "
-        f"{self._vocab_size - 1}"
-      )
-    copy = tokens.copy()
-    copy.setflags(write=False)
-    return copy
+    if given.min() < 0 or given.max() >= self._vocab_size:
+      problem = token_problem(given.tolist(), self._vocab_size)
+      raise ValueError(f"prompt {prompt.id} {problem}")
+    tokens = given.copy()
+    tokens.flags.writeable = False
+    return tokens
 
   def step(self, snapshot: PolicySnapshot) -> list[TrajectoryGroup]:
     """Takes up the chunk that was begun last, and begins the next one.
@@ -680,8 +686,9 @@ class Engine:
   def _together(
     self, samples: Sequence[Sample]
   ) -> tuple[list[list[Sample]], list[Sample]]:
-    """Samples by prefix, as many as a lane has rows and the most first; and
-    those whose prefixes are longer than a lane's table."""
+    """Samples by prefix, the most first; and those whose prefixes are longer
+    than a lane's table. No prefix has more than a lane has rows: it is that of
+    one group's samples."""
     by_prefix: dict[int, list[Sample]] = {}
     rest = []
     for sample in samples:
@@ -689,10 +696,7 @@ class Engine:
         rest.append(sample)
       else:
         by_prefix.setdefault(id(sample.prefix), []).append(sample)
-    size, parts = self.config.samples_begun, []
-    for each in by_prefix.values():
-      parts += [each[at : at + size] for at in range(0, len(each), size)]
-    return sorted(parts, key=len, reverse=True), rest
+    return sorted(by_prefix.values(), key=len, reverse=True), rest
 
   def _finish_chunk(self) -> list[Group]:
     """Takes the tokens of a chunk up; returns groups that are complete."""
@@ -734,11 +738,7 @@ class Engine:
     if self._stops is not None:
       kept = self._stops(sample.tokens, count)
       if kept is not None:
-        if not len(sample.tokens) - count < kept <= len(sample.tokens):
-          raise ValueError(
-            f"stops keeps {kept} of {len(sample.tokens)} tokens, of which "
-            f"{count} are new: a stop is among those"
-          )
+        _check_kept(kept, total=len(sample.tokens), new=count)
         sample.stopped = True
         count -= len(sample.tokens) - kept
         del sample.tokens[kept:]
@@ -827,14 +827,18 @@ class Engine:
     """The narrowest table that holds so many pages."""
     return next(width for width in self._widths if width >= pages)
 
-  def _count_pages(self, longest: int) -> int:
-    """Pages of a data slice, page 0 included."""
-    least = self._pages_of(longest) + 1
-    prompts = -(-self._slots // self.config.samples_begun)
-    own = self._pages_of(self.config.max_response_tokens)
-    most = prompts * self._prompt_pages + self._slots * own
-    given = self.config.cache_tokens
-    return 1 + (given // self._page if given else max(most, least))
+  def _count_pages(self) -> int:
+    """Pages of a data slice, page 0 included.
+
+    Raises:
+      ConfigError: They do not hold the longest sample, or are too many.
+    """
+    shape = dict(
+      max_prompt_tokens=self._max_prompt_tokens, replicas=self._replicas
+    )
+    if problems := config_lib.cache_problems(self.config, **shape):
+      raise ConfigError(problems)
+    return config_lib.cache_pages(self.config, **shape) + 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -890,8 +894,48 @@ def _pack(
   return rows
 
 
-def _is_int(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+  """Whether it is an integer; True and False are none."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def token_problem(tokens: Sequence[int], vocab_size: int) -> str:
+  """The first that is no token, to go behind a prompt's name; "" if all are."""
+  for at, token in enumerate(tokens):
+    if not 0 <= token < vocab_size:
+      return (
+        f"has token {token} at position {at}, which is not of the vocabulary: "
+        f"ids are from 0 to {vocab_size - 1}"
+      )
+  return ""
+
+
+def _check_arguments(
+  max_prompt_tokens: Any, pad_id: Any, seed: Any, *, vocab_size: int
+) -> None:
+  """Raises ValueError for what an engine cannot be made with."""
+  problems = [
+    *config_lib.value_problems(
+      "max_prompt_tokens", max_prompt_tokens, field="prompts.max_tokens"
+    ),
+    *config_lib.value_problems("seed", seed, field="seed"),
+  ]
+  if not is_whole(pad_id) or not 0 <= pad_id < vocab_size:
+    problems.append(
+      f"pad_id = {pad_id!r} is not of the vocabulary: ids are from 0 to "
+      f"{vocab_size - 1}. Try 0."
+    )
+  if problems:
+    raise ValueError("\n".join(problems))
+
+
+def _check_kept(kept: Any, *, total: int, new: int) -> None:
+  """Raises ValueError where a response would lose tokens seen before."""
+  if not is_whole(kept) or not total - new < kept <= total:
+    raise ValueError(
+      f"stops returned {kept!r} of {total} tokens, {new} of them new: it keeps "
+      f"from {total - new + 1} to {total}, or returns None"
+    )
 
 
 def _widths(most: int, page_tokens: int) -> tuple[int, ...]:

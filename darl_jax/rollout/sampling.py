@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from darl_jax.config import Truncation, value_problems
 
 # Tokens in a block. The lanes of a TPU's vector; published vocabularies are
 # padded to its multiples, and the blocks are then the logits, reshaped.
@@ -24,8 +24,17 @@ _INFINITY_BITS = 0x7F800000
 _CANDIDATES = 256
 
 
+# The config's fields that mean the same; greedy answers are for evaluation.
+_FIELDS = dict(
+  temperature="evaluate.temperature",
+  top_k="rollout.top_k",
+  top_p="rollout.top_p",
+  min_p="rollout.min_p",
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(Truncation):
   """How tokens are drawn; hashable, so static under jit.
 
   Truncations apply in this order, each to the distribution that the one before
@@ -51,27 +60,11 @@ class Sampling:
   min_p: float = 0.0
 
   def __post_init__(self):
-    float32 = np.finfo(np.float32)
-    least, most = float(float32.tiny), float(float32.max)
-    problems = []
-    if self.temperature != 0 and not least <= self.temperature <= most:
-      problems.append(
-        f"temperature = {self.temperature} must be 0 (greedy) or a positive "
-        "float32. Try 1.0."
-      )
-    if not (isinstance(self.top_k, numbers.Integral) and self.top_k >= 0):
-      problems.append(
-        f"top_k = {self.top_k} must be an integer of at least 1, or 0 (off). "
-        "Try 0."
-      )
-    if not 0 < self.top_p <= 1:
-      problems.append(
-        f"top_p = {self.top_p} must be above 0 and at most 1 (off). Try 1.0."
-      )
-    if not 0 <= self.min_p < 1:
-      problems.append(
-        f"min_p = {self.min_p} must be at least 0 (off) and below 1. Try 0.0."
-      )
+    problems = [
+      problem
+      for name, field in _FIELDS.items()
+      for problem in value_problems(name, getattr(self, name), field=field)
+    ]
     if not problems and self.temperature == 0 and self.truncates:
       problems.append(
         f"temperature = 0 (greedy) with top_k = {self.top_k}, top_p = "
@@ -81,11 +74,6 @@ class Sampling:
       )
     if problems:
       raise ValueError("\n".join(problems))
-
-  @property
-  def truncates(self) -> bool:
-    """Whether some tokens may be left out."""
-    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @jax.tree_util.register_dataclass

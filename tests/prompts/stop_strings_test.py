@@ -203,7 +203,12 @@ class StopStringsTest(parameterized.TestCase):
     ([""], "has ''"),
     (["END", ""], r"Try rollout.stop_strings=\('END',\)"),
     (["a\ufffd"], "U\\+FFFD"),
-    ("END", r"is one text.*=\('END',\)"),
+    (["a\udc00"], "half of a surrogate"),
+    ("END", r"is one text.* Try \('END',\)"),
+    (["END", 3], r"not a tuple of texts. Try \('END',\)"),
+    ([b"END"], r"not a tuple of texts. Try \(\)"),
+    (3, r"not a tuple of texts. Try \(\)"),
+    (None, r"not a tuple of texts. Try \(\)"),
   )
   def test_refuses(self, strings, message):
     with self.assertRaisesRegex(ConfigError, message):

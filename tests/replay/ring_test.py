@@ -289,6 +289,24 @@ class BeginTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "newest version is None"):
       make_ring().begin([make_group(0, 0)])
 
+  @parameterized.parameters(1.0, True, np.int64(1), "1", None, ([1],))
+  def test_refuses_to_admit_an_id_that_is_no_int(self, group_id):
+    """Some are equal to that of the group which waits."""
+    group = make_group(1, 5)
+    self.ring.begin([group])
+    odd = dataclasses.replace(verified(group, [0, 1]), group_id=group_id)
+    with self.assertRaisesRegex(ValueError, "group .*: its id is a .* an int"):
+      self.ring.admit(odd)
+    self.ring.admit(verified(group, [0, 1]))
+
+  @parameterized.parameters(-1, 2**31, 6.0, True, np.int32(6), "6", None)
+  def test_refuses_a_version_that_no_token_can_have(self, version):
+    for ring in (make_ring(), self.ring):
+      with self.assertRaisesRegex(ValueError, "version must be an int from 0"):
+        ring.push_snapshot(types.PolicySnapshot(version, {"w": np.ones(1)}))
+    self.assertEqual(self.ring.version, 5)
+    self.ring.push_snapshot(snapshot(2**31 - 1))
+
   def test_refuses_to_admit_what_does_not_wait(self):
     group = make_group(1, 5)
     with self.assertRaisesRegex(ValueError, "group 1 was not begun"):

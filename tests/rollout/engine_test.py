@@ -5,6 +5,7 @@ import functools
 import itertools
 import threading
 import time
+import types
 from unittest import mock
 
 import jax
@@ -28,6 +29,7 @@ from darl_jax.rollout.decode import Decoder
 from darl_jax.rollout.engine import Engine, EngineStats
 from darl_jax.rollout.placement import Placement
 from darl_jax.rollout.sampling import Sampling
+from darl_jax.rollout.schedule import Prefix, Sample
 from darl_jax.sharding import meshes
 from darl_jax.types import Finish, PolicySnapshot, Prompt
 
@@ -447,6 +449,30 @@ class TrajectoriesTest(parameterized.TestCase):
     with mock.patch.object(engine_lib, "_REMEMBERED_PROMPTS", 2):
       _generate(engine, _prompts(5)[3:])
     self.assertLen(engine._lengths, 2)
+
+  def test_mean_lengths_are_remembered_of_the_latest_prompts(self):
+    engine = _engine()
+    prompts = _prompts(3)
+    got = _generate(engine, prompts)
+    for prompt, group in zip(prompts, got, strict=True):
+      lengths = [t.num_sampled for t in group.trajectories]
+      engine.submit(prompt, group.group_id)
+      (expecting, _) = engine._groups[group.group_id]
+      self.assertEqual(expecting.expected, np.mean(lengths))
+    # No response is longer than what was asked for.
+    engine.submit(prompts[0], 7, max_tokens=1)
+    self.assertEqual(engine._groups[7][0].expected, 1)
+    # What is not known may have the limit.
+    other = Prompt("other", np.array([1, 2, 3], np.int32), {})
+    engine.submit(other, 8)
+    self.assertEqual(engine._groups[8][0].expected, _LIMIT)
+    engine.give_up()
+    # The first was seen again since the second was.
+    with mock.patch.object(engine_lib, "_REMEMBERED_PROMPTS", 2):
+      for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
+        _generate(engine, [prompt])
+    kept = [prompts[0].tokens.tobytes(), prompts[2].tokens.tobytes()]
+    self.assertEqual(list(engine._lengths), kept)
 
   def test_bfloat16(self):
     engine = _engine(dtype="bfloat16")
@@ -894,6 +920,36 @@ class StatsTest(parameterized.TestCase):
     # One chunk of the other slots.
     self.assertEqual(engine.stats.aborted_tokens, 16 * _CHUNK)
 
+  def test_seconds_are_those_of_chunks_and_steps(self):
+    """A clock that goes on by one each time it is asked."""
+    now = [0.0]
+
+    def monotonic():
+      now[0] += 1
+      return now[0]
+
+    engine = _engine(stop_ids=())
+    fake = types.SimpleNamespace(monotonic=monotonic)
+    with mock.patch.object(engine_lib, "time", fake):
+      engine.submit(_prompts()[0], 0)
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 2 - 1)
+      # The chunk was under way while the caller did something else.
+      now[0] = 9.0
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 10 - 1)
+      # Nothing is, once it is given up or has ended.
+      engine.give_up()
+      now[0] = 99.0
+      engine.submit(_prompts()[0], 0, max_tokens=1)
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 9 + 1)
+      self.assertLen(engine.step(_snapshot()), 1)
+      self.assertEqual(engine.stats.seconds, 9 + 2)
+      now[0] = 999.0
+      engine.step(_snapshot())
+      self.assertEqual(engine.stats.seconds, 9 + 3)
+
 
 class VersionsTest(parameterized.TestCase):
   def test_each_token_is_stamped_with_what_sampled_it(self):
@@ -1146,6 +1202,31 @@ class LanesTest(parameterized.TestCase):
     alone = [c for c in chunks if np.any(~c.in_lane & (c.positions > 0))]
     self.assertNotEmpty(alone)
     self.assertLess(_worst(_trajectories(got), width=176), 1e-4)
+    # Tables without the prompts' pages are narrow.
+    for chunk in chunks:
+      together = np.all(chunk.in_lane | (chunk.positions == 0))
+      self.assertEqual(chunk.table.shape[1] == engine._widths[0], together)
+
+  def test_prefixes_of_the_most_samples_have_the_lanes(self):
+    engine = _engine(**self.shape)
+    prefixes = [Prefix(np.zeros(8, np.int32), 1, [i], 8) for i in range(1, 7)]
+    prefixes[5].pages = list(range(7, 27))  # More than a lane's table has.
+    counts = (1, 1, 1, 2, 2, 1)
+    group = types.SimpleNamespace()
+    samples = [
+      Sample(group, index, np.zeros(2, np.uint32), prefix=prefix)
+      for prefix, count in zip(prefixes, counts, strict=True)
+      for index in range(count)
+    ]
+    lanes, rows = engine._seated([samples])
+    self.assertEqual(
+      list(map(id, lanes)), [id(prefixes[i]) for i in (3, 4, 0, 1)]
+    )
+    self.assertCountEqual(map(id, rows.values()), map(id, samples))
+    self.assertLess(max(rows), 8)
+    for row, sample in rows.items():
+      if any(sample.prefix is prefix for prefix in lanes):
+        self.assertIs(lanes[row // 2], sample.prefix)
 
   def test_where_prefixes_are_longer_than_prompts(self):
     """Samples that are read again have their responses in them."""
@@ -1283,10 +1364,18 @@ class RefusalTest(parameterized.TestCase):
     ("empty", np.zeros(0, np.int32), "odd-one has no tokens"),
     ("wide", np.zeros(3, np.int64), r"odd-one is int64\[3\]"),
     ("matrix", np.zeros((1, 3), np.int32), r"odd-one is int32\[1, 3\]"),
-    ("list", [1, 2], "odd-one is a list and not a row"),
+    ("list", [1, 2], "odd-one's tokens are a list.* Try np.asarray"),
     ("floats", np.ones(2, np.float32), r"odd-one is float32\[2\]"),
-    ("beyond", np.full(2, _VOCAB, np.int32), f"token {_VOCAB}, .* 0 to"),
-    ("below", np.full(2, -1, np.int32), "token -1, and the model's are 0 to"),
+    (
+      "negative",
+      np.array([1, -1, -2], np.int32),
+      f"odd-one has token -1 at position 1.* 0 to {_VOCAB - 1}",
+    ),
+    (
+      "unknown",
+      np.array([_VOCAB - 1, _VOCAB], np.int32),
+      f"odd-one has token {_VOCAB} at position 1",
+    ),
   )
   def test_a_prompt_is_named(self, tokens, message):
     odd = Prompt("odd-one", tokens, {})
@@ -1295,21 +1384,7 @@ class RefusalTest(parameterized.TestCase):
     # Before anything is generated, and nothing is left.
     _check_idle(_shared_engine())
 
-  @parameterized.parameters(-1, 2**31, 1.0, True, None)
-  def test_a_number_that_is_none(self, group_id):
-    with self.assertRaisesRegex(ValueError, f"group {group_id} is no whole"):
-      _shared_engine().submit(_prompts()[0], group_id)
-    _check_idle(_shared_engine())
-
-  @parameterized.parameters(0, 6, 100)
-  def test_stops_that_keep_what_is_not_there(self, kept):
-    engine = _engine(
-      stop_ids=(), stop_strings=("a",), stops=lambda tokens, new: kept
-    )
-    with self.assertRaisesRegex(ValueError, f"stops keeps {kept} of "):
-      _generate(engine)
-
-  @parameterized.parameters(0, -1, _LIMIT + 1, 2.5, True)
+  @parameterized.parameters(0, -1, _LIMIT + 1, 2.5, 2.0, True)
   def test_max_tokens(self, limit):
     with self.assertRaisesRegex(
       ValueError,
@@ -1325,6 +1400,88 @@ class RefusalTest(parameterized.TestCase):
       engine.submit(_prompts()[1], 3)
     engine.give_up()
     engine.submit(_prompts()[1], 3)
+
+  @parameterized.parameters(-1, 2**31, 2**32 + 1, 1.0, True, None)
+  def test_group_ids_that_would_wrap(self, number):
+    with self.assertRaisesRegex(ValueError, f"group_id = {number} is not"):
+      _shared_engine().submit(_prompts()[0], number)
+    _check_idle(_shared_engine())
+
+  def test_the_last_group_id(self):
+    engine = _shared_engine()
+    engine.submit(_prompts()[0], np.int64(2**31 - 1), max_tokens=np.int32(1))
+    [group] = engine.step(_snapshot()) or engine.step(_snapshot())
+    self.assertEqual(group.group_id, 2**31 - 1)
+    self.assertEqual({t.num_sampled for t in group.trajectories}, {1})
+
+  @parameterized.parameters(
+    (dict(seed=-1), "seed = -1 must be"),
+    (dict(seed=2**32), "seed = 4294967296 must be"),
+    (dict(seed=0.5), "seed = 0.5 is not a whole number"),
+    (dict(pad_id=-1), f"pad_id = -1 .* 0 to {_VOCAB - 1}"),
+    (dict(pad_id=_VOCAB), f"pad_id = {_VOCAB} "),
+    (dict(prompt_tokens=0), "max_prompt_tokens = 0 must be"),
+  )
+  def test_arguments(self, changes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _engine(**changes)
+
+  def test_a_config_that_was_not_parsed(self):
+    with self.assertRaises(ConfigError) as caught:
+      _engine(
+        prompts_per_batch=0,
+        samples_per_prompt=0,
+        max_response_tokens=2.5,
+        chunk_tokens=0,
+        slots=10**9,
+        weight_update="later",
+        temperature=1e-50,
+        top_p=1e-50,
+        cache_dtype="int4",
+        dtype=jnp.float32,
+      )
+    self.assertLen(caught.exception.problems, 10)
+    for problem in caught.exception.problems:
+      self.assertStartsWith(problem, "rollout.")
+      self.assertIn("Try ", problem)
+    with self.assertRaisesRegex(ConfigError, "= 524288, more than 65536"):
+      _engine(prompts_per_batch=2**16, extra_samples=4)
+    with self.assertRaisesRegex(ConfigError, "rollout.stop_strings = 'END'"):
+      _engine(stop_strings="END", stops=lambda tokens, new: None)
+
+  def test_the_caller_may_write_into_its_tokens(self):
+    prompts = [
+      dataclasses.replace(prompt, tokens=prompt.tokens.copy())
+      for prompt in _prompts()
+    ]
+    engine = _engine()
+    for index, prompt in enumerate(prompts):
+      engine.submit(prompt, index)
+      prompt.tokens[:] = 1
+    groups = []
+    while engine.pending:
+      groups += engine.step(_snapshot())
+      for prompt in prompts:
+        prompt.tokens[:] += 1
+    groups.sort(key=lambda group: group.group_id)
+    self.assertEqual(_tokens(groups), _tokens(_alone()))
+    for group, prompt in zip(groups, _prompts(), strict=True):
+      np.testing.assert_array_equal(group.prompt.tokens, prompt.tokens)
+      self.assertFalse(group.prompt.tokens.flags.writeable)
+
+  @parameterized.parameters(
+    (lambda tokens, new: 0,),
+    (lambda tokens, new: -1,),
+    (lambda tokens, new: len(tokens) - new,),
+    (lambda tokens, new: len(tokens) + 1,),
+    (lambda tokens, new: float(len(tokens)),),
+    (lambda tokens, new: True,),
+  )
+  def test_stops_that_keep_what_they_cannot(self, stops):
+    engine = _engine(stop_strings=("END",), stops=stops, stop_ids=())
+    with self.assertRaisesRegex(ValueError, "stops returned .* of 4 tokens, 4"):
+      _generate(engine)
+    _check_idle(engine)
 
   @parameterized.parameters(
     (_CHUNK, 1), (_CHUNK, 23), (1, 19), (3, 23), (16, 47)

@@ -464,7 +464,7 @@ class SamplingTest(parameterized.TestCase):
 
   @parameterized.parameters(
     dict(temperature=float("nan")), dict(temperature=float("inf")),
-    dict(temperature=1e-50), dict(temperature=1e39), dict(top_k=2.5),
+    dict(temperature=1e-37), dict(temperature=1e39), dict(top_k=2.5),
     dict(top_k=2.0), dict(top_k=float("nan")), dict(top_p=1.1),
     dict(top_p=-0.1), dict(top_p=float("nan")), dict(min_p=-0.1),
     dict(min_p=1.5), dict(min_p=float("nan")),

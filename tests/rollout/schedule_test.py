@@ -446,9 +446,23 @@ class SharingTest(parameterized.TestCase):
     self.assertEqual(after, before)
     self.assertEqual([prefix.pages for prefix, _ in after], pages)
     self.assertLen(driver.schedule.renew(driver.epoch), 2)
-    # Samples of the prompt that enter now take it, too.
     driver.preempt_all()
     self.assertEqual(driver.schedule.preemptions, 0)
+
+  def test_what_is_renewed_is_shared_as_before(self):
+    schedule = _schedule(slots=2)
+    schedule.submit(_group(0, samples=3))
+    for prefix in schedule.admit(1):
+      schedule.has_read(prefix)
+    schedule.pool.forget(2)
+    [prefix] = schedule.renew(2)
+    self.assertEqual((prefix.epoch, prefix.read), (2, 0))
+    schedule.has_read(prefix)
+    # Samples of the prompt that enter now take it, and others its full pages.
+    schedule.leave(schedule.running[0])
+    self.assertEqual(schedule.admit(2), [])
+    self.assertEqual([s.prefix for s in schedule.running], [prefix, prefix])
+    self.assertEqual(schedule.pool.match(2, prefix.tokens), prefix.pages[:1])
 
   def test_prompts_that_begin_alike_share_full_pages(self):
     schedule = _schedule()
