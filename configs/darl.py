@@ -114,6 +114,7 @@ def get_config() -> config_dict.ConfigDict:
       max_behavior_weight=2.0,
       behavior_weight_mode="truncate",
       kl_coefficient=0.0,
+      kl_target="behavior",
       kl_estimator="k3",
       max_versions=8,
     )

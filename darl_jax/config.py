@@ -394,8 +394,11 @@ class ObjectiveConfig:
     max_behavior_weight: Cap of prox/mu in the decoupled trust region.
     behavior_weight_mode: Above that cap the weight is truncated to it, or the
       token masked; ``band`` masks those below the cap's inverse, too.
-    kl_coefficient: Weight in the loss of an estimate of KL(mu || pi), nats, mu
-      being the policy that sampled the token; 0 for none.
+    kl_coefficient: Weight in the loss of an estimate of a KL divergence, nats;
+      0 for none.
+    kl_target: From where: KL(mu || pi) to the policy mu that sampled the token,
+      or KL(pi || ref) to the one that the run began with, which the learner
+      then keeps.
     kl_estimator: Which estimate: k1, k2 or k3.
     max_versions: E, entries of a batch's version table.
   """
@@ -432,8 +435,19 @@ class ObjectiveConfig:
   max_behavior_weight: float
   behavior_weight_mode: Literal["truncate", "mask", "band"]
   kl_coefficient: float
+  kl_target: Literal["behavior", "reference"]
   kl_estimator: Literal["k1", "k2", "k3"]
   max_versions: int
+
+  @property
+  def averages_policies(self) -> bool:
+    """Whether the proximal policy is an average that the learner keeps."""
+    return self.proximal == "ewma"
+
+  @property
+  def keeps_reference(self) -> bool:
+    """Whether the learner keeps the policy that the run began with."""
+    return self.kl_target == "reference"
 
   @property
   def balances(self) -> bool:
@@ -1611,6 +1625,17 @@ def _check_proximal(c: Any) -> list[str]:
   ]
 
 
+def _check_kl_target(c: Any) -> list[str]:
+  objective = c.objective
+  if objective.kl_coefficient or objective.kl_target == "behavior":
+    return []
+  return [
+    f"objective.kl_target = {_shown(objective.kl_target)} has no part in "
+    "objective.kl_coefficient = 0. Try objective.kl_target='behavior', or "
+    "objective.kl_coefficient=0.04."
+  ]
+
+
 def _check_behavior_weight_mode(c: Any) -> list[str]:
   objective = c.objective
   if objective.trust_region == "decoupled" or (
@@ -1815,6 +1840,7 @@ _CROSS_FIELD_CHECKS: tuple[Callable[[Any], list[str]], ...] = (
   _check_synchronous,
   _check_trust_region,
   _check_proximal,
+  _check_kl_target,
   _check_behavior_weight_mode,
   _check_balance,
   _check_trajectory_weights,

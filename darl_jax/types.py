@@ -297,6 +297,8 @@ class Batch:
     support_mask: uint8 [..., B, T, ceil(V / 8)], little-endian bits of the
       tokens among which ``tokens[b, t]`` was drawn, none where it was not; None
       where nothing truncates.
+    reference_logprobs: float32 [..., B, T], of the policy that the run began
+      with; None until the learner has scored under it, if the loss reads it.
   """
 
   tokens: jax.Array
@@ -313,6 +315,7 @@ class Batch:
   versions: jax.Array
   behavior_entropy: jax.Array | None = None
   support_mask: jax.Array | None = None
+  reference_logprobs: jax.Array | None = None
 
   @classmethod
   def abstract(
@@ -332,7 +335,7 @@ class Batch:
       support_width: ceil(V / 8) where sampling truncates; else None.
     """
     table = ("clip_low", "clip_high", "versions")
-    absent = {"support_mask"}
+    absent = {"support_mask", "reference_logprobs"}
     if not behavior_entropy:
       absent.add("behavior_entropy")
     arrays = {
@@ -371,9 +374,12 @@ class TrainState:
     opt_state: optax state.
     proximal_average: ``objectives.ewma.ProximalAverage`` of the policies before
       this one; None where the proximal policy is another.
+    reference: The parameters that the run began with; None where nothing is
+      held near them.
   """
 
   step: jax.Array
   params: Params
   opt_state: Any
   proximal_average: Any = None
+  reference: Params | None = None

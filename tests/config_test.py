@@ -479,6 +479,7 @@ COMBINATIONS = (
   ),
   (dict(rollout__cache_tokens=20), "rollout.cache_tokens", 24),
   (dict(objective__proximal="snapshot"), "objective.proximal", "recompute"),
+  (dict(objective__kl_target="reference"), "objective.kl_target", "behavior"),
   (
     dict(objective__behavior_weight_mode="mask"),
     "objective.behavior_weight_mode",

@@ -16,6 +16,7 @@ from configs import (
   gspo,
   loglinear_ppo,
   m2po,
+  reference_kl,
   rloo,
   snapshot_ppo,
   topr,
@@ -32,7 +33,7 @@ FAMILY = {
   "gspo": (gspo, "train/clipped_high"),
   "cispo": (cispo, "train/clipped_high"),
   "topr": (topr, "train/trajectory_weight"),
-  "m2po": (m2po, "batch/masked_tokens"),
+  "m2po": (m2po, "train/rejected"),
   "estr": (estr, "train/rejected"),
 }
 
@@ -46,6 +47,7 @@ CLIPPED = {
   snapshot_ppo: ("proximal", "snapshot"),
   ewma_ppo: ("proximal", "ewma"),
   vcpo: ("step_ess_target", 0.5),
+  reference_kl: ("kl_target", "reference"),
 }
 
 
@@ -73,10 +75,12 @@ class LossFamilyTest(parameterized.TestCase):
   @pytest.mark.slow
   @parameterized.parameters(loglinear_ppo, snapshot_ppo, ewma_ppo)
   def test_proximal_policies(self, module):
-    self._assert_trains(module, "train/weight_capped")
+    self._assert_trains(module, "train/rejected")
 
   @pytest.mark.slow
-  @parameterized.parameters((vcpo, "train/step_scale"))
+  @parameterized.parameters(
+    (vcpo, "train/step_scale"), (reference_kl, "train/reference_kl")
+  )
   def test_what_goes_with_any_loss(self, module, own):
     self._assert_trains(module, own)
 

@@ -164,10 +164,13 @@ class SynchronousTest(parameterized.TestCase):
     execute(run_config, workdir, prepare=kill_at(3))
     self._assert_same(execute(run_config, workdir), workdir, **changes)
 
-  def test_an_averaged_proximal_policy(self):
+  def test_policies_that_the_learner_keeps(self):
     workdir = new_workdir()
     changes = dict(
-      objective__trust_region="decoupled", objective__proximal="ewma"
+      objective__trust_region="decoupled",
+      objective__proximal="ewma",
+      objective__kl_coefficient=0.1,
+      objective__kl_target="reference",
     )
     run_config = make_config(
       sync_grpo, num_steps=6, warm_start__steps=2, **changes
@@ -175,7 +178,19 @@ class SynchronousTest(parameterized.TestCase):
     execute(run_config, workdir, prepare=kill_at(3))
     ended = execute(run_config, workdir)
     self._assert_same(ended, workdir, **changes)
-    self.assertGreater(float(ended.run.state.proximal_average.weight), 1.5)
+    state = ended.run.state
+    self.assertGreater(float(state.proximal_average.weight), 1.5)
+    # After the warm start, as version 0 was published.
+    first = execute(
+      make_config(sync_grpo, num_steps=0, warm_start__steps=2, **changes),
+      new_workdir(),
+    )
+    for reference, params, now in zip(
+      *map(leaves, (state.reference, first.run.state.params, state.params)),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(reference, params)
+      self.assertTrue(np.any(reference != now))
 
   def test_another_mesh(self):
     """The same up to the order of sums."""
@@ -533,12 +548,15 @@ class ChangedTest(parameterized.TestCase):
       warm_start__steps=2,
       objective__trust_region="decoupled",
       objective__proximal="ewma",
+      objective__kl_coefficient=0.1,
+      objective__kl_target="reference",
     )
     with self.assertRaises(config.ConfigError) as caught:
       execute(changed, copy)
-    [problem] = caught.exception.problems
-    self.assertIn("average of policies", problem)
-    self.assertIn("Try objective.proximal='recompute'", problem)
+    reference, proximal = caught.exception.problems
+    self.assertIn("average of policies", proximal)
+    self.assertIn("Try objective.proximal='recompute'", proximal)
+    self.assertIn("Try objective.kl_target='behavior'", reference)
 
   def test_what_can(self):
     _, copy = copy_of_saved_run()

@@ -23,6 +23,9 @@ _FREE = ("model.remat",)
 # To and from these values, since what they need is saved with them alone.
 _SAVED_WITH = {
   ("objective.proximal", "ewma"): "it alone saves an average of policies",
+  ("objective.kl_target", "reference"): (
+    "it alone saves the policy that the run began with"
+  ),
 }
 # Recorded trajectories must still fit.
 _NOT_LESS = ("learner.row_tokens",)

@@ -102,9 +102,10 @@ class Learner:
       ),
       proximal_average=(
         ewma.ProximalAverage(self.trained_shardings, replicated)
-        if self._averages
+        if objective.averages_policies
         else None
       ),
+      reference=self.trained_shardings if objective.keeps_reference else None,
     )
     self._rows = rules.rows_sharding(mesh, rules.TRAIN_RULES)
     self._partition = rules.partition(mesh, rules.TRAIN_RULES)
@@ -146,16 +147,14 @@ class Learner:
     # Scalars come out of eager code on one device.
     return jax.device_put(self._fresh_state(trained), self._state_shardings)
 
-  @property
-  def _averages(self) -> bool:
-    """Whether the proximal policy is an average of policies."""
-    return self._objective.proximal == "ewma"
-
   def _fresh_state(self, trained: Params) -> TrainState:
     state = learner_state.init(trained, self._optimizer)
-    if self._averages:
+    if self._objective.averages_policies:
       average = ewma.ProximalAverage.start(trained)
       state = dataclasses.replace(state, proximal_average=average)
+    if self._objective.keeps_reference:  # A copy: the step donates both.
+      reference = jax.tree.map(jnp.copy, trained)
+      state = dataclasses.replace(state, reference=reference)
     return state
 
   def _compact(self, frozen: Params) -> Params:
@@ -306,24 +305,49 @@ class Learner:
     )
     return logprobs, moments
 
-  def _loss(self, params: Params, frozen: Params, batch: Batch):
-    """M times the weighted sum of method 2.3 over one microbatch."""
+  def _loss(
+    self,
+    params: Params,
+    frozen: Params,
+    batch: Batch,
+    keep: jax.Array | None,
+  ):
+    """M times the weighted sum of method 2.3 over one microbatch.
+
+    Args:
+      params: The trained ones.
+      frozen: The others.
+      batch: [B, T].
+      keep: bool [B, T], what a mask over the optimizer batch has left of it;
+        None where there is none.
+    """
     objective = self._objective
     logprobs, entropy = self._logprobs(params, frozen, batch)
-    loss, sums, own = self._policy_loss(logprobs, batch)
+    loss, sums, own = self._policy_loss(logprobs, batch, keep)
     if objective.kl_coefficient:
-      loss += objective.kl_coefficient * policy_losses.kl_penalty(
-        logprobs,
-        batch.behavior_logprobs,
-        batch.token_weights,
-        batch.loss_mask,
-        estimator=objective.kl_estimator,
-      )
+      penalty, penalty_sums = self._kl_penalty(logprobs, batch)
+      loss += objective.kl_coefficient * penalty
+      own = own | penalty_sums
     entropy_sum = numerics.masked_sum(entropy, batch.loss_mask)
     return self._config.minibatches * loss, (
       (sums, entropy_sum, own),
       self._trajectories(logprobs, batch),
     )
+
+  def _kl_penalty(
+    self, logprobs: jax.Array, batch: Batch
+  ) -> tuple[jax.Array, policy_losses.Sums]:
+    """By all tokens' weights: one that a mask rejects is held near, too."""
+    rest = batch.token_weights, batch.loss_mask
+    estimator = self._objective.kl_estimator
+    if self._objective.keeps_reference:
+      return policy_losses.reference_kl_penalty(
+        logprobs, batch.reference_logprobs, *rest, estimator=estimator
+      )
+    penalty = policy_losses.kl_penalty(
+      logprobs, batch.behavior_logprobs, *rest, estimator=estimator
+    )
+    return penalty, {}
 
   def _trajectories(
     self, logprobs: jax.Array, batch: Batch
@@ -349,19 +373,10 @@ class Learner:
     return ell, present
 
   def _policy_loss(
-    self, logprobs: jax.Array, batch: Batch
+    self, logprobs: jax.Array, batch: Batch, keep: jax.Array | None
   ) -> tuple[jax.Array, loss_ops.BehaviorSums, policy_losses.Sums]:
     """The loss that the config names, and the metrics of its own."""
     objective = self._objective
-    of_tokens = (
-      batch.behavior_logprobs,
-      batch.advantages,
-      batch.token_weights,
-      batch.loss_mask,
-    )
-    num_segments = types.row_segments(self._config.row_tokens)
-    if objective.loss in ("clipped", "m2po"):  # M2PO's mask is in the weights.
-      return *self._clipped_loss(logprobs, batch), {}
     if objective.loss == "estr":
       keep = policy_losses.estr_mask(
         logprobs,
@@ -371,12 +386,15 @@ class Learner:
         threshold=objective.estr_threshold,
         epsilon=objective.estr_epsilon,
       )
-      # A weight that is not finite stays, and shows.
-      weights = batch.token_weights
-      weights = jnp.where(keep | ~jnp.isfinite(weights), weights, 0.0)
-      batch = dataclasses.replace(batch, token_weights=weights)
-      rejected = numerics.count(batch.loss_mask & ~keep)
-      return *self._clipped_loss(logprobs, batch), {"rejected": rejected}
+    if objective.loss in ("clipped", "estr", "m2po"):
+      return self._masked_loss(logprobs, batch, keep)
+    of_tokens = (
+      batch.behavior_logprobs,
+      batch.advantages,
+      batch.token_weights,
+      batch.loss_mask,
+    )
+    num_segments = types.row_segments(self._config.row_tokens)
     if objective.loss == "gspo":
       loss, own = policy_losses.gspo(
         logprobs,
@@ -400,6 +418,22 @@ class Learner:
         logprobs, *of_tokens, batch.segment_ids, num_segments=num_segments
       )
     return loss, self._ratio_sums(logprobs, batch), own
+
+  def _masked_loss(
+    self, logprobs: jax.Array, batch: Batch, keep: jax.Array | None
+  ) -> tuple[jax.Array, loss_ops.BehaviorSums, policy_losses.Sums]:
+    """The clipped loss of what ``keep``, or a mask of prox/mu, leaves of it."""
+    if keep is None:
+      loss, sums = self._clipped_loss(logprobs, batch)
+      if self._objective.behavior_weight_mode == "truncate":
+        return loss, sums, {}
+      return loss, sums, {"rejected": jnp.sum(sums.weight_capped)}
+    # A weight that is not finite stays, and shows.
+    weights = batch.token_weights
+    weights = jnp.where(keep | ~jnp.isfinite(weights), weights, 0.0)
+    batch = dataclasses.replace(batch, token_weights=weights)
+    rejected = numerics.count(batch.loss_mask & ~keep)
+    return *self._clipped_loss(logprobs, batch), {"rejected": rejected}
 
   def _clipped_loss(
     self, logprobs: jax.Array, batch: Batch
@@ -478,10 +512,11 @@ class Learner:
   ):
     """One optimizer step, its gradient summed over microbatches."""
     params, opt_state = carry
+    keep = self._mask_of_optimizer_batch(params, frozen, batch)
 
     def accumulate(grads, microbatch):
       (loss, aux), new = jax.value_and_grad(self._loss, has_aux=True)(
-        params, frozen, microbatch
+        params, frozen, *microbatch
       )
       # Cut as the parameters are, at once: each device then receives the sum
       # of its own part, and no device ever holds a whole gradient.
@@ -491,7 +526,9 @@ class Learner:
     zeros = jax.lax.with_sharding_constraint(
       jax.tree.map(jnp.zeros_like, params), self.trained_shardings
     )
-    grads, (losses, sums, trajectories) = jax.lax.scan(accumulate, zeros, batch)
+    grads, (losses, sums, trajectories) = jax.lax.scan(
+      accumulate, zeros, (batch, keep)
+    )
     loss = jnp.sum(losses)
     sums, entropy, own = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
     norm = optax.tree.norm(grads)
@@ -512,6 +549,27 @@ class Learner:
       lambda x: jnp.where(usable, x, 0.0), (sums, entropy, own, scaling)
     )
     return carry, (loss, norm, usable, finite, entropy, sums, own, scaling)
+
+  def _mask_of_optimizer_batch(
+    self, params: Params, frozen: Params, batch: Batch
+  ) -> jax.Array | None:
+    """M2PO's, bool [microbatches, B, T], by the policy before the step.
+
+    The scoring pass was under that policy where there is one minibatch; with
+    more of them each costs a forward pass. None for any other loss.
+    """
+    if self._objective.loss != "m2po":
+      return None
+    logprobs = batch.proximal_logprobs
+    if self._config.minibatches > 1:
+      logprobs = self._logprobs_of_each(params, frozen, batch)
+    return policy_losses.m2po_mask(
+      logprobs,
+      batch.behavior_logprobs,
+      batch.advantages,
+      batch.loss_mask,
+      max_second_moment=self._objective.m2po_max_second_moment,
+    )
 
   def _step_scale(
     self, trajectories: tuple[jax.Array, jax.Array] | None
@@ -544,6 +602,9 @@ class Learner:
       )
       proximal = self._logprobs_of_all(average.params, frozen, scanned)
       scanned = dataclasses.replace(scanned, proximal_logprobs=proximal)
+    if state.reference is not None:
+      logprobs = self._logprobs_of_all(state.reference, frozen, scanned)
+      scanned = dataclasses.replace(scanned, reference_logprobs=logprobs)
     (params, opt_state), outputs = jax.lax.scan(
       functools.partial(self._minibatch, frozen),
       (state.params, state.opt_state),
@@ -551,7 +612,7 @@ class Learner:
     )
     metrics = _metrics(*outputs)
     if average is not None:
-      passed, tokens = self._passed(metrics)
+      passed, tokens = _passed(metrics)
       metrics["train/proximal_passed"] = passed, tokens
       average = ewma.reset_if_strayed(
         average,
@@ -561,29 +622,43 @@ class Learner:
       )
       reset = (average.weight == 0).astype(jnp.float32)
       metrics["train/proximal_resets"] = reset, jnp.float32(1)
-    state = TrainState(state.step + 1, params, opt_state, average)
+    state = TrainState(
+      state.step + 1, params, opt_state, average, state.reference
+    )
     return state, metrics
 
   def _logprobs_of_all(
     self, params: Params, frozen: Params, batch: Batch
   ) -> jax.Array:
     """[minibatches, microbatches, B, T], one microbatch at a time."""
+    return jax.lax.map(
+      functools.partial(self._logprobs_of_each, params, frozen), batch
+    )
 
-    def of_one(microbatch: Batch) -> jax.Array:
-      return self._logprobs(params, frozen, microbatch)[0]
+  def _logprobs_of_each(
+    self, params: Params, frozen: Params, batch: Batch
+  ) -> jax.Array:
+    """[microbatches, B, T], one microbatch at a time."""
+    return jax.lax.map(
+      lambda microbatch: self._logprobs(params, frozen, microbatch)[0], batch
+    )
 
-    return jax.lax.map(lambda minibatch: jax.lax.map(of_one, minibatch), batch)
 
-  def _passed(
-    self, metrics: dict[str, tuple[jax.Array, jax.Array]]
-  ) -> tuple[jax.Array, jax.Array]:
-    """Tokens that passed the mask of prox/mu and the clip, and all tokens."""
-    stopped = ["clipped_low", "clipped_high", "clipped_dual"]
-    if self._objective.behavior_weight_mode != "truncate":
-      stopped.append("weight_capped")
-    tokens, _ = metrics["train/tokens"]
-    held = sum(metrics[f"train/{name}"][0] for name in stopped)
-    return tokens - held, tokens
+def _passed(
+  metrics: dict[str, tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
+  """Tokens that passed every mask and clip, and all tokens.
+
+  No token counts as rejected and as clipped.
+  """
+  tokens, _ = metrics["train/tokens"]
+  stopped = ("rejected", "clipped_low", "clipped_high", "clipped_dual")
+  held = sum(
+    metrics[f"train/{name}"][0]
+    for name in stopped
+    if f"train/{name}" in metrics
+  )
+  return tokens - held, tokens
 
 
 def _abstract(shapes: Any, shardings: Any) -> Any:

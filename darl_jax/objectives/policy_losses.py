@@ -22,7 +22,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from darl_jax import numerics
 from darl_jax.objectives import log_ratio
@@ -190,49 +189,47 @@ def topr(
 
 
 def m2po_mask(
-  ell: np.ndarray, advantages: np.ndarray, *, max_second_moment: float
-) -> np.ndarray:
-  """The tokens that M2PO keeps of an optimizer batch: bool [n].
+  logprobs: jax.Array,
+  behavior_logprobs: jax.Array,
+  advantages: jax.Array,
+  loss_mask: jax.Array,
+  *,
+  max_second_moment: float,
+) -> jax.Array:
+  """The tokens that M2PO keeps of an optimizer batch.
 
   Among the tokens that the update would push further away, (A > 0 and r > 1)
   or (A < 0 and r < 1), the one with the largest ell^2 is dropped while the mean
   of ell^2 over those left exceeds the bound; of equal ones the first goes
-  first. All others are kept. Source: arXiv:2510.01161.
-
-  On the host, in float64, of the whole optimizer batch: a microbatch's own
-  second moment would be another bound.
+  first. All others are kept. No gradient flows. Source: arXiv:2510.01161.
 
   Args:
-    ell: [n], log pi - log mu of each masked-in token, nats; clamped to
-      [-20, 20] here.
-    advantages: [n].
+    logprobs: float [...], nats, of the policy before the optimizer step, over
+      all that this step trains on: a microbatch's own second moment would be
+      another bound.
+    behavior_logprobs: float [...], nats.
+    advantages: float [...].
+    loss_mask: bool [...].
     max_second_moment: tau, nats^2; >= 0, inf for none.
 
-  Raises:
-    ValueError: Shapes differ, or the bound is out of its range.
+  Returns:
+    bool [...], false where masked.
   """
-  if ell.ndim != 1 or ell.shape != advantages.shape:
-    raise ValueError(
-      f"ell {ell.shape} and advantages {advantages.shape} must both be [n]."
-    )
-  if not max_second_moment >= 0:
-    raise ValueError(
-      f"max_second_moment = {max_second_moment} must be at least 0."
-    )
-  ell = np.clip(
-    ell.astype(np.float64), -numerics.MAX_LOG_RATIO, numerics.MAX_LOG_RATIO
-  )
-  away = np.flatnonzero(advantages * ell > 0)
-  order = away[np.argsort(-np.abs(ell[away]), kind="stable")]
+  ell = numerics.log_ratio(logprobs, behavior_logprobs, loss_mask)
+  ell = jax.lax.stop_gradient(ell).reshape(-1)
+  advantages = numerics.masked(advantages, loss_mask).reshape(-1)
+  away = (advantages > 0) & (ell > 0) | (advantages < 0) & (ell < 0)
+  # The largest first, and behind them those that stay in any case.
+  order = jnp.argsort(jnp.where(away, -jnp.abs(ell), jnp.inf), stable=True)
+  ranked = jnp.where(away, jnp.square(ell), 0.0)[order]
   # Mean over what is left once the first 0, 1, ... have been dropped: summed
   # from the small end, so that dropping one large value costs no digits.
-  left = np.cumsum(np.square(ell[order])[::-1])[::-1]
-  mean = left / np.arange(len(order), 0, -1)
-  enough = np.flatnonzero(mean <= max_second_moment)
-  num_dropped = enough[0] if len(enough) else len(order)
-  keep = np.ones(len(ell), bool)
-  keep[order[:num_dropped]] = False
-  return keep
+  rank = jnp.arange(ell.size)
+  left = jnp.sum(away) - rank
+  mean = jax.lax.cumsum(ranked, reverse=True) / jnp.maximum(left, 1)
+  dropped = jnp.sum((left > 0) & (mean > max_second_moment))
+  keep = jnp.zeros(ell.shape, bool).at[order].set(rank >= dropped)
+  return loss_mask & keep.reshape(loss_mask.shape)
 
 
 def estr_mask(
@@ -293,6 +290,50 @@ def kl_penalty(
     logprobs, jax.lax.stop_gradient(behavior_logprobs), loss_mask
   )
   return jnp.sum(weights * estimate)
+
+
+def reference_kl_penalty(
+  logprobs: jax.Array,
+  reference_logprobs: jax.Array,
+  token_weights: jax.Array,
+  loss_mask: jax.Array,
+  *,
+  estimator: KlEstimator,
+) -> tuple[jax.Array, Sums]:
+  """sum_it c_it m_it k_it, an estimate of KL(pi || ref).
+
+  With x = log pi - log ref:
+
+    estimator   value            derivative by log pi
+    k1          x                x
+    k2          x^2 / 2          x
+    k3          exp(-x) - 1 + x  1 - exp(-x)
+
+  Over tokens of pi, x grad log pi has the mean grad KL(pi || ref). It is k2's
+  derivative, and is given to k1 as well, whose own one would be 1, which pushes
+  nowhere on average. k3's is that of KL(ref || pi). Tokens of an older policy
+  count as if pi had sampled them. Sources: Schulman, "Approximating KL
+  divergence" (2020); k3 as in arXiv:2402.03300.
+
+  Args:
+    logprobs: As above, and so are the others but the next.
+    reference_logprobs: float [B, T], nats, of the reference policy.
+    token_weights: See above.
+    loss_mask: See above.
+    estimator: k1, k2 or k3.
+
+  Returns:
+    penalty: float32 [], nats.
+    sums: ``reference_kl``, sum of k_it over tokens, nats.
+  """
+  weights = jax.lax.stop_gradient(numerics.masked(token_weights, loss_mask))
+  arguments = jax.lax.stop_gradient(reference_logprobs), logprobs, loss_mask
+  estimate = _KL_ESTIMATORS[estimator](*arguments)
+  if estimator == "k1":
+    slope = log_ratio.k2(*arguments)
+    estimate = jax.lax.stop_gradient(estimate - slope) + slope
+  kl = jax.lax.stop_gradient(jnp.sum(estimate))
+  return jnp.sum(weights * estimate), {"reference_kl": kl}
 
 
 def loglinear_proximal(

@@ -206,11 +206,11 @@ def _lowerings(
   engine = _engine(config, policy, split)
   placement = Placement(policy, mesh=split.rollout, dtype=dtype)
   param_bytes = _param_bytes(config, policy, split)
-  # The optimizer's moments and an averaged policy stay while other programs of
-  # the learner run, and a new snapshot arrives while the sampler still holds
-  # the one before.
+  # The optimizer's moments and the policies that the loss reads stay while
+  # other programs of the learner run, and a new snapshot arrives while the
+  # sampler still holds the one before.
   trained = param_bytes["trained"]
-  kept = (_MOMENTS + _averages(config)) * trained
+  kept = (_MOMENTS + _policies_kept(config)) * trained
   beside = {
     # Parity scores under an older snapshot, whose parameters are beside these.
     "score": kept + trained,
@@ -225,9 +225,10 @@ def _lowerings(
   return lowerings
 
 
-def _averages(config: RunConfig) -> int:
-  """Averages of the policies so far that the learner keeps."""
-  return int(config.objective.proximal == "ewma")
+def _policies_kept(config: RunConfig) -> int:
+  """Beside its own, those whose log-probs a learner step reads."""
+  objective = config.objective
+  return objective.averages_policies + objective.keeps_reference
 
 
 def _engine(config: RunConfig, policy: Policy, split: meshes.Meshes) -> Engine:
@@ -305,10 +306,10 @@ def _work(
 
   Two FLOPs for each parameter of a matrix and token, forward, and four for each
   query head, its width and position that the token sees; three times that with
-  the backward pass, and twice where the matrices are frozen; once more where an
-  averaged policy scores the batch, too. A packed row's trajectories are taken
-  to be of the greatest length, and to see half of it on average. ``read`` are
-  the tokens of a prefill dispatch.
+  the backward pass, and twice where the matrices are frozen; once more for each
+  other policy that scores the batch. A packed row's trajectories are taken to
+  be of the greatest length, and to see half of it on average. ``read`` are the
+  tokens of a prefill dispatch.
   """
   model, rollout, learner = config.model, config.rollout, config.learner
   layers, output = matmul_parameters(model, vocab_size)
@@ -316,7 +317,9 @@ def _work(
   prompt, response = config.prompts.max_tokens, rollout.max_response_tokens
   forward = 2 * (layers + output) + seen * (prompt + response) / 2
   trained = learner.rows * learner.row_tokens
-  passes = (2 if model.lora_rank else 3) + _averages(config)
+  passes = (2 if model.lora_rank else 3) + _policies_kept(config)
+  # M2PO's mask: the policy before each of several optimizer steps.
+  passes += config.objective.loss == "m2po" and learner.minibatches > 1
   scored = learner.score_rows * learner.row_tokens
   sampled = rollout.num_slots * rollout.chunk_tokens
   by_token = 2 * (layers + output) + seen * (prompt + response / 2)

@@ -430,9 +430,9 @@ def build_batch(
       stay as they are.
     metrics: ``placed`` and ``not_placed`` trajectories; ``tokens``, masked-in
       ones; ``fill``, the share of the batch's positions in use; ``versions``,
-      ``merged_versions`` and ``merged_tokens``; ``dead_tokens``; under the loss
-      ``m2po`` ``masked_tokens``; with balance weights ``balance_weight``, their
-      mean over what was placed, and ``balance_capped``, the share at the cap.
+      ``merged_versions`` and ``merged_tokens``; ``dead_tokens``; with balance
+      weights ``balance_weight``, their mean over what was placed, and
+      ``balance_capped``, the share at the cap.
 
   Raises:
     ValueError: There is no entry, scores are not one per token, one of a
@@ -472,14 +472,11 @@ def build_batch(
   versions, behavior_index, num_merged = _version_table(
     flat.policy_version, trained, max_versions=objective.max_versions
   )
-  minibatch = packing.row // (learner.rows // learner.minibatches)
   token_weights = np.zeros(len(trained))
-  token_weights[trained], num_masked = _token_weights(
+  token_weights[trained] = _token_weights(
     (scored - flat.behavior_logprobs)[trained],
     behavior_index[trained],
     flat.owner[trained],
-    flat.advantages[flat.owner[trained]],
-    minibatch[flat.owner[trained]],
     objective=objective,
     dead_tokens=dead_tokens,
   )
@@ -526,8 +523,6 @@ def build_batch(
     ),
     "dead_tokens": float(dead_tokens),
   }
-  if objective.loss == "m2po":
-    metrics["masked_tokens"] = float(num_masked)
   if objective.balances and placed:
     weights = weights[is_placed]
     capped = weights >= objective.max_behavior_weight
@@ -626,39 +621,28 @@ def _token_weights(
   ell: np.ndarray,
   behavior_index: np.ndarray,
   owner: np.ndarray,
-  advantages: np.ndarray,
-  minibatch: np.ndarray,
   *,
   objective: config_lib.ObjectiveConfig,
   dead_tokens: int,
-) -> tuple[np.ndarray, int]:
-  """What each trained token weighs in the loss, and how many nothing.
-
-  M2PO masks by weight, once for the step like all weights: what it drops of an
-  optimizer batch keeps its share of the denominator.
+) -> np.ndarray:
+  """What each trained token weighs in the loss: float64 [n].
 
   Args:
     ell: [n], log pi - log mu of each trained token, nats.
     behavior_index: int [n], its entry of the version table.
     owner: int [n], its trajectory.
-    advantages: [n].
-    minibatch: int [n].
     objective: How they are weighed.
     dead_tokens: Of the pool.
-
-  Returns:
-    float64 [n], and a count.
   """
   dead_tokens = dead_tokens if objective.denominator == "all" else 0
   if objective.loss == "gspo":
-    weights = behavior_weights.trajectory_token_weights(
+    return behavior_weights.trajectory_token_weights(
       owner, dead_tokens=dead_tokens
     )
-    return weights, 0
   stats = behavior_weights.BehaviorStatistics.from_tokens(
     ell, behavior_index, objective.max_versions
   )
-  weights = behavior_weights.token_weights(
+  return behavior_weights.token_weights(
     stats,
     # The balance heuristic weighs each trajectory instead.
     weighting="pooled" if objective.balances else objective.behavior_weighting,
@@ -666,16 +650,6 @@ def _token_weights(
     kappa=objective.kappa,
     dead_tokens=dead_tokens,
   )[behavior_index]
-  keep = np.ones(len(ell), bool)
-  if objective.loss == "m2po":
-    for number in np.unique(minibatch):
-      here = minibatch == number
-      keep[here] = policy_losses.m2po_mask(
-        ell[here],
-        advantages[here],
-        max_second_moment=objective.m2po_max_second_moment,
-      )
-  return np.where(keep, weights, 0.0), np.count_nonzero(~keep)
 
 
 def _proximal(

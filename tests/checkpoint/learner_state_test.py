@@ -81,7 +81,7 @@ class CheckpointTest(parameterized.TestCase):
     ):
       self.assertEqual(ours.sharding, theirs.sharding)
 
-  def test_an_averaged_policy_too(self):
+  def test_the_policies_that_it_keeps(self):
     state = make_state(make_mesh(2, 2), step=7)
     average = ewma.ProximalAverage.start(state.params)
     average = jax.tree.map(
@@ -89,7 +89,11 @@ class CheckpointTest(parameterized.TestCase):
       ewma.update(average, state.params, window=2),
       dataclasses.replace(average, weight=state.step),
     )
-    state = dataclasses.replace(state, proximal_average=average)
+    state = dataclasses.replace(
+      state,
+      proximal_average=average,
+      reference=jax.tree.map(lambda x: x + 1, state.params),
+    )
     learner_state.save(self.folder, state)
     restored = learner_state.restore(self.folder, specification(state))
     self._assert_same(restored, state)

@@ -501,7 +501,10 @@ class LossFamilyTest(parameterized.TestCase):
     size = (_ROWS, _TOKENS)
     start, _ = _learner().score(_params(_learner()), _score_batch())
     behavior = np.asarray(start) + rng.normal(scale=0.3, size=size)
-    fields = dict(behavior_logprobs=behavior.astype(np.float32))
+    fields = dict(
+      behavior_logprobs=behavior.astype(np.float32),
+      proximal_logprobs=np.asarray(start),
+    )
     # A trajectory has one advantage, and one weight.
     segments = _batch().segment_ids[0, 0]
     advantages = rng.normal(size=(_ROWS, 3))
@@ -511,7 +514,11 @@ class LossFamilyTest(parameterized.TestCase):
     if loss == "estr":
       entropy = rng.uniform(0, 2, size).astype(np.float32)
       fields["behavior_entropy"] = entropy
-    return _batch(*shape, **fields | changes)
+    batch = _batch(*shape, **fields | changes)
+    if loss == "m2po":  # What it rejects would be clipped, mostly.
+      clip = np.ones(_VERSIONS, np.float32)
+      batch = dataclasses.replace(batch, clip_low=clip, clip_high=clip * np.inf)
+    return batch
 
   def _step(self, loss, *shape, changes=None, train=(1, 1, 1), **objective):
     minibatches, microbatches = shape or (1, 1)
@@ -531,7 +538,7 @@ class LossFamilyTest(parameterized.TestCase):
     ("cispo", {"clipped_low", "clipped_high"}),
     ("topr", {"clipped_high", "trajectory_weight"}),
     ("estr", {"rejected", "clipped_low"}),
-    ("m2po", {"clipped_low"}),
+    ("m2po", {"rejected"}),
   )
   def test_trains_in_a_way_of_its_own(self, loss, bounded):
     clipped, _ = self._step("clipped")
@@ -540,11 +547,7 @@ class LossFamilyTest(parameterized.TestCase):
     self.assertGreater(_largest_gap(state.params, _host_params()), 1e-3)
     for name in bounded:
       self.assertGreater(values[f"train/{name}"], 0, name)
-    gap = _largest_gap(state.params, clipped.params)
-    if loss == "m2po":  # Its mask is made with the batch.
-      self.assertEqual(gap, 0)
-    else:
-      self.assertGreater(gap, 1e-4)
+    self.assertGreater(_largest_gap(state.params, clipped.params), 1e-4)
     for name in ("ratio", "kl", "ess_fraction"):
       want = self._step("clipped")[1][f"train/{name}"]
       np.testing.assert_allclose(values[f"train/{name}"], want, rtol=1e-5)
@@ -554,7 +557,7 @@ class LossFamilyTest(parameterized.TestCase):
     self.assertEqual(values["train/clipped_low"], 0)
     self.assertEqual(values["train/clipped_dual"], 0)
 
-  @parameterized.parameters("gspo", "cispo", "topr", "estr")
+  @parameterized.parameters("gspo", "cispo", "topr", "estr", "m2po")
   def test_loss_is_the_objectives(self, loss):
     objective = _DEFAULT.objective
     batch = jax.tree.map(
@@ -588,16 +591,103 @@ class LossFamilyTest(parameterized.TestCase):
       )
     else:
       ell = logprobs - batch.behavior_logprobs
-      keep = ell**2 / (batch.behavior_entropy + 0.01) <= 0.1
+      if loss == "estr":
+        keep = ell**2 / (batch.behavior_entropy + 0.01) <= 0.1
+      else:
+        keep = policy_losses.m2po_mask(
+          logprobs,
+          batch.behavior_logprobs,
+          batch.advantages,
+          batch.loss_mask,
+          max_second_moment=0.04,
+        )
       r, a = jnp.exp(ell), batch.advantages
-      term = jnp.minimum(r * a, jnp.clip(r, 0.8, 1.28) * a)
+      low, high = 1 - batch.clip_low[0], 1 + batch.clip_high[0]
+      term = jnp.minimum(r * a, jnp.clip(r, low, high) * a)
       term = jnp.where(a < 0, jnp.maximum(term, 3 * a), term)
       weights = batch.token_weights * (batch.loss_mask & keep)
       want = -jnp.sum(weights * term)
     _, values = self._step(loss)
     np.testing.assert_allclose(values["train/loss"], want, rtol=1e-5)
+    if loss in ("estr", "m2po"):
+      rejected = jnp.mean(~keep[batch.loss_mask])
+      self.assertAlmostEqual(values["train/rejected"], rejected, places=5)
+    if loss == "estr":  # Of the others, and not of all.
+      held = (a < 0) & (r < low) & batch.loss_mask
+      self.assertGreater(jnp.sum(held & ~keep), 0)
+      self.assertAlmostEqual(
+        values["train/clipped_low"],
+        jnp.sum(held & keep) / jnp.sum(batch.loss_mask),
+        places=5,
+      )
 
-  @parameterized.parameters("gspo", "cispo", "topr", "estr")
+  def test_m2po_masks_by_the_policy_before_each_optimizer_step(self):
+    once, twice = _learner(loss="m2po"), _learner(loss="m2po", minibatches=2)
+    state, batch = _state(twice), self._batch("m2po", 2, 1)
+    got, metrics = twice.step(_state(twice), batch)
+    half, rejected = _ROWS // 2, []
+    for rows in range(2):
+      # By hand: each half scored again under the parameters of the moment.
+      changes = {}
+      for field in dataclasses.fields(Batch):
+        value = getattr(batch, field.name)
+        if getattr(value, "ndim", 0) == 4:
+          part = value[rows].reshape(half, _TOKENS)
+          # The other half is padding, so that the shape stays.
+          changes[field.name] = np.concatenate([part, np.zeros_like(part)])
+      changes["token_weights"] *= 2
+      scored = ScoreBatch(
+        **{name: changes[name] for name in _SCORED if name in changes},
+        behavior_entropy=np.ones((_ROWS, _TOKENS), np.float32),
+      )
+      now, _ = once.score(state.params, scored)
+      before = changes["proximal_logprobs"]
+      changes["proximal_logprobs"] = np.asarray(now)
+      masks = [
+        policy_losses.m2po_mask(
+          x,
+          *(
+            changes[name]
+            for name in ("behavior_logprobs", "advantages", "loss_mask")
+          ),
+          max_second_moment=0.04,
+        )
+        for x in (before, now)
+      ]
+      # The first step's mask is the scoring pass's; the second's is not.
+      self.assertEqual(bool(jnp.all(masks[0] == masks[1])), rows == 0)
+      half_batch = dataclasses.replace(
+        _batch(**changes), clip_low=batch.clip_low, clip_high=batch.clip_high
+      )
+      state, values = once.step(state, half_batch)
+      rejected.append(float(values["train/rejected"][0]))
+    _assert_close(got.params, state.params, atol=1e-5)
+    self.assertEqual(float(metrics["train/rejected"][0]), sum(rejected))
+
+  def test_a_penalty_holds_what_is_rejected_too(self):
+    _, plain = self._step("m2po")
+    _, values = self._step("m2po", kl_coefficient=0.5)
+    want = plain["train/loss"] + 0.5 * plain["train/kl"]
+    np.testing.assert_allclose(values["train/loss"], want, rtol=1e-5)
+
+  @parameterized.parameters("truncate", "mask", "band")
+  def test_a_mask_of_the_behavior_weight_rejects(self, mode):
+    noise = np.random.default_rng(5).normal(scale=0.5, size=(_ROWS, _TOKENS))
+    prox = self._batch("clipped").proximal_logprobs[0, 0]
+    _, values = self._step(
+      "clipped",
+      trust_region="decoupled",
+      behavior_weight_mode=mode,
+      max_behavior_weight=1.5,
+      changes=dict(proximal_logprobs=(prox + noise).astype(np.float32)),
+    )
+    self.assertGreater(values["train/weight_capped"], 0)
+    if mode == "truncate":
+      self.assertNotIn("train/rejected", values)
+    else:
+      self.assertEqual(values["train/rejected"], values["train/weight_capped"])
+
+  @parameterized.parameters("gspo", "cispo", "topr", "estr", "m2po")
   def test_microbatches_on_eight_devices_add_up(self, loss):
     want, want_values = self._step(loss)
     got, values = self._step(loss, 1, 2, train=(2, 2, 2))
@@ -605,7 +695,7 @@ class LossFamilyTest(parameterized.TestCase):
     _assert_close(got.params, want.params, atol=1e-5)
 
   @parameterized.product(
-    loss=["gspo", "cispo", "topr", "estr"],
+    loss=["gspo", "cispo", "topr", "estr", "m2po"],
     name=["advantages", "token_weights", "behavior_logprobs"],
   )
   def test_what_is_not_finite_is_not_applied(self, loss, name):
@@ -787,6 +877,96 @@ class StepScaleTest(parameterized.TestCase):
       self.assertEqual(_largest_gap(state.params, _host_params()), 0)
 
 
+class ReferenceTest(parameterized.TestCase):
+  """A penalty on the way from where the run began."""
+
+  def _step(self, learner, state, **shape):
+    noise = np.random.default_rng(int(state.step)).normal(
+      scale=0.3, size=(_ROWS, _TOKENS)
+    )
+    scored, _ = learner.score(state.params, _score_batch())
+    behavior = (np.asarray(scored) + noise).astype(np.float32)
+    config = learner._config
+    batch = _batch(
+      config.minibatches, config.microbatches, behavior_logprobs=behavior
+    )
+    state, metrics = learner.step(state, batch)
+    return state, _values(metrics)
+
+  @parameterized.parameters(
+    (dict(), 0), (dict(train=(2, 2, 2), microbatches=2), 2)
+  )
+  def test_holds_the_policy_near_it(self, shape, rank):
+    plain = _learner(lora_rank=rank, **shape)
+    held = _learner(
+      kl_coefficient=0.5, kl_target="reference", lora_rank=rank, **shape
+    )
+    host = _host_params(lora_rank=rank)
+    start = lora.split(host)[0]
+    got, want = (
+      learner.init_state(jax.device_put(host, learner.param_shardings))
+      for learner in (held, plain)
+    )
+    self.assertIsNone(want.reference)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, got)
+    self.assertEqual(layout.reference, held.trained_shardings)
+    got, values = self._step(held, got)
+    want, want_values = self._step(plain, want)
+    # Nothing to hold yet.
+    self.assertAlmostEqual(values.pop("train/reference_kl"), 0.0, places=5)
+    _assert_close(values, want_values, atol=1e-5)
+    _assert_close(got.params, want.params, atol=1e-6)
+    for _ in range(2):
+      got, values = self._step(held, got)
+      want, _ = self._step(plain, want)
+    self.assertGreater(values["train/reference_kl"], 1e-4)
+    jax.tree.map(np.testing.assert_array_equal, got.reference, start)
+    distance = lambda params: sum(  # noqa: E731
+      np.sum(np.square(np.asarray(a) - b))
+      for a, b in zip(
+        jax.tree.leaves(params), jax.tree.leaves(start), strict=True
+      )
+    )
+    self.assertLess(distance(got.params), distance(want.params))
+    self.assertEqual(jax.tree.map(lambda leaf: leaf.sharding, got), layout)
+    self.assertEqual(held.compiles()["train_step"], 1)
+    of = lambda x: (x.shape, x.dtype, x.sharding)  # noqa: E731
+    self.assertEqual(
+      jax.tree.map(of, got), jax.tree.map(of, held.abstract_state())
+    )
+
+  @parameterized.parameters("k1", "k2", "k3")
+  def test_the_penalty_is_the_estimators(self, estimator):
+    plain = _learner(loss="estr")
+    held = _learner(
+      kl_coefficient=0.5,
+      kl_target="reference",
+      kl_estimator=estimator,
+      loss="estr",
+    )
+    entropy = np.full((_ROWS, _TOKENS), 0.1, np.float32)
+    other = jax.device_put(_host_params(1), held.trained_shardings)
+    batch = _batch(behavior_entropy=entropy)
+    state = dataclasses.replace(_state(held), reference=other)
+    x = np.asarray(held.score(state.params, _score_batch())[0]) - np.asarray(
+      held.score(other, _score_batch())[0]
+    )
+    _, metrics = held.step(state, batch)
+    _, plain_metrics = plain.step(_state(plain), batch)
+    each = {"k1": x, "k2": x**2 / 2, "k3": np.exp(-x) - 1 + x}[estimator]
+    mean = each[_batch().loss_mask[0, 0]].mean()
+    self.assertGreater(_values(plain_metrics)["train/rejected"], 0)
+    np.testing.assert_allclose(
+      _values(metrics)["train/reference_kl"], mean, rtol=1e-4
+    )
+    # The weights are 1 / N, of the rejected tokens as well.
+    np.testing.assert_allclose(
+      _values(metrics)["train/loss"],
+      _values(plain_metrics)["train/loss"] + 0.5 * mean,
+      rtol=1e-4,
+    )
+
+
 class AveragedProximalTest(parameterized.TestCase):
   """The proximal policy that is an average of the policies so far."""
 
@@ -904,12 +1084,7 @@ class AveragedProximalTest(parameterized.TestCase):
     )
     passed = 1 - sum(
       values[f"train/{name}"]
-      for name in (
-        "clipped_low",
-        "clipped_high",
-        "clipped_dual",
-        "weight_capped",
-      )
+      for name in ("clipped_low", "clipped_high", "clipped_dual", "rejected")
     )
     self.assertAlmostEqual(values["train/proximal_passed"], passed, places=5)
 

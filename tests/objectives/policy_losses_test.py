@@ -46,6 +46,10 @@ def _packed(seed=0, *, max_tokens=5, spread=0.25):
     behavior_entropy=rng.uniform(0.0, 1.5, shape).astype(np.float32),
     behavior_index=rng.integers(3, size=shape).astype(np.int32),
     token_weights=(rng.uniform(0.5, 1.5, shape) / 60).astype(np.float32),
+    reference_logprobs=(mu + rng.normal(size=shape)).astype(np.float32),
+    proximal_logprobs=(mu + 2 * spread * rng.normal(size=shape)).astype(
+      np.float32
+    ),
   )
 
 
@@ -61,6 +65,8 @@ def _trajectories(packed):
         dict(
           pi=packed["logprobs"][row, at].astype(float),
           mu=packed["behavior_logprobs"][row, at].astype(float),
+          prox=packed["proximal_logprobs"][row, at].astype(float),
+          ref=packed["reference_logprobs"][row, at].astype(float),
           entropy=packed["behavior_entropy"][row, at].astype(float),
           c=packed["token_weights"][row, at].astype(float),
           version=packed["behavior_index"][row, at],
@@ -141,6 +147,25 @@ def _kl(logprobs, packed, *, estimator):
   return policy_losses.kl_penalty(logprobs, *arrays, estimator=estimator), {}
 
 
+def _reference_kl(logprobs, packed, *, estimator):
+  arrays = _of(packed, "reference_logprobs", "token_weights", "loss_mask")
+  return policy_losses.reference_kl_penalty(
+    logprobs, *arrays, estimator=estimator
+  )
+
+
+def _m2po_keep(ell, advantages, tau):
+  """Of tokens that are all masked in."""
+  ell = jnp.asarray(ell, jnp.float32)
+  return policy_losses.m2po_mask(
+    ell - 1.0,
+    jnp.full(ell.shape, -1.0),
+    jnp.asarray(advantages, jnp.float32),
+    jnp.ones(ell.shape, bool),
+    max_second_moment=tau,
+  )
+
+
 _LOSSES = {
   "gspo": _gspo,
   "cispo": _cispo,
@@ -149,6 +174,9 @@ _LOSSES = {
   "k1": functools.partial(_kl, estimator="k1"),
   "k2": functools.partial(_kl, estimator="k2"),
   "k3": functools.partial(_kl, estimator="k3"),
+  "reference_k1": functools.partial(_reference_kl, estimator="k1"),
+  "reference_k2": functools.partial(_reference_kl, estimator="k2"),
+  "reference_k3": functools.partial(_reference_kl, estimator="k3"),
 }
 _NAMES = list(_LOSSES)
 _POLICY_LOSSES = ("gspo", "cispo", "topr", "estr")
@@ -166,6 +194,10 @@ def _reference(name, batch):
     keep = reference.estr_keep(batch, tau=0.1, eps=0.01)
     return functools.partial(
       reference.clipped, low=_LOW, high=_HIGH, dual=3.0, keep=keep
+    )
+  if name.startswith("reference"):
+    return functools.partial(
+      reference.reference_kl, estimator=name[-2:], at=batch
     )
   return functools.partial(reference.kl, estimator=name)
 
@@ -191,6 +223,35 @@ class ReferenceTest(parameterized.TestCase):
     np.testing.assert_allclose(loss, want(batch), rtol=1e-5, atol=1e-6)
     expected = _pack(reference.gradient(want, batch), places)
     self.assertGreater(np.abs(expected).max(), 1e-3)
+    np.testing.assert_allclose(gradient, expected, atol=2e-6)
+
+  @parameterized.parameters(0, 1)
+  def test_the_decoupled_loss_is_mipus_first_step(self, seed):
+    """Of truncated weights, around the policy at the start of the step."""
+    packed = _packed(seed)
+    batch, places = _trajectories(packed)
+    rest = _of(packed, "behavior_logprobs", "proximal_logprobs", *_TOKEN[1:])
+
+    def decoupled(logprobs):
+      return loss_ops.multi_behavior_loss(
+        logprobs,
+        *rest,
+        jnp.asarray(_LOW),
+        jnp.asarray(_HIGH),
+        trust_region="decoupled",
+        dual_clip=np.inf,
+        max_behavior_weight=1.3,
+        behavior_weight_mode="truncate",
+      )
+
+    (loss, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(
+      jnp.asarray(packed["logprobs"])
+    )
+    for held in (sums.weight_capped, sums.clipped_low, sums.clipped_high):
+      self.assertGreater(jnp.sum(held), 0)
+    want = functools.partial(reference.mipu, low=_LOW, high=_HIGH, cap=1.3)
+    np.testing.assert_allclose(loss, want(batch), rtol=1e-5, atol=1e-6)
+    expected = _pack(reference.gradient(want, batch), places)
     np.testing.assert_allclose(gradient, expected, atol=2e-6)
 
   def test_every_bound_is_met(self):
@@ -232,19 +293,13 @@ class ReferenceTest(parameterized.TestCase):
     for seed in range(4):
       packed = _packed(seed)
       batch, places = _trajectories(packed)
-      mask = packed["loss_mask"]
-      ell = (packed["logprobs"] - packed["behavior_logprobs"])[mask]
-      keep = policy_losses.m2po_mask(
-        ell, packed["advantages"][mask], max_second_moment=tau
-      )
+      keep = self._m2po_keep(packed, tau)
       want = reference.m2po_keep(batch, tau=tau)
-      expected = _pack(want, places).astype(bool)
-      np.testing.assert_array_equal(keep, expected[mask])
-      kept.append(np.mean(keep))
+      np.testing.assert_array_equal(keep, _pack(want, places).astype(bool))
+      kept.append(np.mean(keep[packed["loss_mask"]]))
 
       # r A without a clip on what is kept: the loss of the whole.
-      weights = np.zeros(mask.shape, np.float32)
-      weights[mask] = np.where(keep, packed["token_weights"][mask], 0)
+      weights = np.where(keep, packed["token_weights"], np.float32(0))
       loss, _ = _clipped(
         packed["logprobs"],
         packed | {"token_weights": weights},
@@ -257,6 +312,24 @@ class ReferenceTest(parameterized.TestCase):
       )
     if tau in (0.01, 0.04):
       self.assertBetween(np.mean(kept), 0.5, 0.99)
+
+  def test_m2po_ignores_what_is_masked(self):
+    packed = _packed()
+    want = self._m2po_keep(packed, 0.04)
+    for garbage in (np.nan, np.inf, -np.inf):
+      dirty = dict(packed)
+      for field in ("logprobs", "behavior_logprobs", "advantages"):
+        dirty[field] = np.where(packed["loss_mask"], packed[field], garbage)
+      np.testing.assert_array_equal(self._m2po_keep(dirty, 0.04), want)
+
+  def _m2po_keep(self, packed, tau):
+    arrays = _of(
+      packed, "logprobs", "behavior_logprobs", "advantages", "loss_mask"
+    )
+    keep = policy_losses.m2po_mask(
+      *map(jnp.asarray, arrays), max_second_moment=tau
+    )
+    return np.asarray(keep)
 
   @parameterized.parameters((5, 4), (5, 5), (2, 1), (2, 0), (1, 1))
   def test_loglinear(self, v_pi, v_prox):
@@ -360,7 +433,7 @@ class ByHandTest(parameterized.TestCase):
       (0.04, [1, 0, 0, 1, 1]),
       (0.001, [0, 0, 0, 1, 1]),
     ):
-      keep = policy_losses.m2po_mask(ell, advantages, max_second_moment=tau)
+      keep = _m2po_keep(ell, advantages, tau)
       np.testing.assert_array_equal(keep, np.array(kept, bool))
 
   def test_estr(self):
@@ -380,6 +453,27 @@ class ByHandTest(parameterized.TestCase):
     got, _ = _kl(self._packed["logprobs"], self._packed, estimator="k3")
     np.testing.assert_allclose(got, value, rtol=1e-5)
 
+  @parameterized.parameters(
+    # ref/pi = 1/2, 2 and 2, so x = ln 2, -ln 2 and -ln 2.
+    ("k1", lambda ln2: ln2 * (0.25 - 0.75), (1, -1, -1)),
+    ("k2", lambda ln2: ln2**2 / 2, (1, -1, -1)),
+    ("k3", lambda ln2: 0.25 * (ln2 - 0.5) + 0.75 * (1 - ln2), None),
+  )
+  def test_reference_kl(self, estimator, value, slopes):
+    self._packed["reference_logprobs"] = self._packed["behavior_logprobs"]
+    ln2 = np.log(2)
+    slopes = np.array(slopes) * ln2 if slopes else (0.5, -1, -1)
+    weighted = np.array([0.25, 0.25, 0.5]) * slopes
+    self._check(
+      functools.partial(_reference_kl, estimator=estimator),
+      value(ln2),
+      [0, weighted[0], weighted[1], 0, weighted[2]],
+    )
+    _, sums = _reference_kl(
+      self._packed["logprobs"], self._packed, estimator="k1"
+    )
+    np.testing.assert_allclose(sums["reference_kl"], -ln2, rtol=1e-5)
+
 
 class MaskTest(parameterized.TestCase):
   @parameterized.product(name=_NAMES, garbage=[np.nan, np.inf, -np.inf])
@@ -393,6 +487,7 @@ class MaskTest(parameterized.TestCase):
       "behavior_entropy",
       "advantages",
       "token_weights",
+      "reference_logprobs",
     ):
       dirty[field] = np.where(packed["loss_mask"], packed[field], garbage)
     got_loss, got, got_sums = _value_and_grad(name, dirty)
@@ -418,6 +513,7 @@ class MaskTest(parameterized.TestCase):
   def test_extreme_log_ratios(self, name, shift, sign):
     packed = _packed()
     packed["behavior_logprobs"] = packed["logprobs"] - np.float32(shift)
+    packed["reference_logprobs"] = packed["behavior_logprobs"]
     packed["advantages"] = np.full((_ROWS, _TOKENS), sign, np.float32)
     loss, gradient, sums = _value_and_grad(name, packed)
     self.assertTrue(np.isfinite(loss))
@@ -449,38 +545,19 @@ class MaskTest(parameterized.TestCase):
       proximal_version=2,
     )
     self.assertTrue(np.all(np.isfinite(proximal)))
-    keep = policy_losses.m2po_mask(
-      np.full(4, shift), np.ones(4), max_second_moment=0.04
-    )
+    keep = _m2po_keep(np.full(4, shift), np.ones(4), 0.04)
     self.assertEqual(keep.all(), shift <= 0)
 
   def test_empty_m2po(self):
-    keep = policy_losses.m2po_mask(
-      np.zeros(0), np.zeros(0), max_second_moment=0.04
-    )
-    self.assertEqual(keep.shape, (0,))
+    self.assertEqual(_m2po_keep(np.zeros(0), np.zeros(0), 0.04).shape, (0,))
 
   def test_equal_log_ratios_go_from_the_first(self):
     # Mean 0.09 until the last has gone: no order would keep one.
-    keep = policy_losses.m2po_mask(
-      np.full(3, 0.3), np.ones(3), max_second_moment=0.08
-    )
+    keep = _m2po_keep(np.full(3, 0.3), np.ones(3), 0.08)
     self.assertFalse(keep.any())
     # 0.36 goes, and one of the equal ones must: (0.09 + 0.0) / 2 < 0.05.
-    keep = policy_losses.m2po_mask(
-      np.array([0.3, 0.3, 1e-3]), np.ones(3), max_second_moment=0.05
-    )
+    keep = _m2po_keep(np.array([0.3, 0.3, 1e-3]), np.ones(3), 0.05)
     np.testing.assert_array_equal(keep, [False, True, True])
-
-  def test_m2po_refuses(self):
-    for ell, advantages, tau in (
-      (np.ones(3), np.ones(2), 0.1),
-      (np.ones((2, 2)), np.ones((2, 2)), 0.1),
-      (np.ones(3), np.ones(3), -0.1),
-      (np.ones(3), np.ones(3), np.nan),
-    ):
-      with self.assertRaises(ValueError):
-        policy_losses.m2po_mask(ell, advantages, max_second_moment=tau)
 
 
 class SumsTest(parameterized.TestCase):
@@ -527,10 +604,18 @@ class OnPolicyTest(parameterized.TestCase):
     want = -0.02 * np.where(packed["loss_mask"], packed["advantages"], 0)
     np.testing.assert_allclose(gradient, want, atol=1e-7)
 
-  @parameterized.parameters(("k1", -0.02), ("k2", 0.0), ("k3", 0.0))
+  @parameterized.parameters(
+    ("k1", -0.02),
+    ("k2", 0.0),
+    ("k3", 0.0),
+    ("reference_k1", 0.0),
+    ("reference_k2", 0.0),
+    ("reference_k3", 0.0),
+  )
   def test_gradient_of_the_penalty(self, name, slope):
     packed = _packed()
     packed["behavior_logprobs"] = packed["logprobs"]
+    packed["reference_logprobs"] = packed["logprobs"]
     packed["token_weights"] = np.full((_ROWS, _TOKENS), 0.02, np.float32)
     _, gradient, _ = _value_and_grad(name, packed)
     np.testing.assert_allclose(gradient, slope * packed["loss_mask"], atol=1e-7)
@@ -554,6 +639,36 @@ class OnPolicyTest(parameterized.TestCase):
     value, gradient = jax.value_and_grad(penalty)(jnp.asarray(logits))
     np.testing.assert_allclose(value, np.sum(mu * np.log(mu / pi)), rtol=1e-5)
     np.testing.assert_allclose(gradient, pi - mu, atol=1e-6)
+
+  @parameterized.parameters(
+    ("k1", "pi", "pi"), ("k2", None, "pi"), ("k3", "pi", "ref")
+  )
+  def test_reference_penalty_is_kl(self, estimator, value_of, gradient_of):
+    """Summed over pi itself: KL(pi || ref), and which one's gradient."""
+    rng = np.random.default_rng(0)
+    ref, logits = np.log(rng.dirichlet(np.ones(6))), rng.normal(size=6)
+
+    def penalty(logits):
+      logprobs = jax.nn.log_softmax(logits)
+      got, _ = policy_losses.reference_kl_penalty(
+        logprobs[None],
+        jnp.asarray(ref)[None],
+        jnp.exp(logprobs)[None],
+        jnp.ones((1, 6), bool),
+        estimator=estimator,
+      )
+      return got
+
+    def kl(logits, first):
+      pi = jax.nn.log_softmax(logits)
+      one, other = (pi, ref) if first == "pi" else (ref, pi)
+      return jnp.sum(jnp.exp(one) * (one - other))
+
+    value, gradient = jax.value_and_grad(penalty)(jnp.asarray(logits))
+    if value_of:
+      np.testing.assert_allclose(value, kl(logits, value_of), rtol=1e-5)
+    want = jax.grad(kl)(jnp.asarray(logits), gradient_of)
+    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-6)
 
 
 class ReductionTest(parameterized.TestCase):
@@ -635,9 +750,7 @@ class ReductionTest(parameterized.TestCase):
 
   def test_m2po_with_an_infinite_bound_keeps_all(self):
     rng = np.random.default_rng(0)
-    keep = policy_losses.m2po_mask(
-      rng.normal(size=50), rng.normal(size=50), max_second_moment=np.inf
-    )
+    keep = _m2po_keep(rng.normal(size=50), rng.normal(size=50), np.inf)
     self.assertTrue(keep.all())
 
   @parameterized.parameters((3, "pi"), (-1, "mu"))

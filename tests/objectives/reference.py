@@ -2,8 +2,8 @@
 
 Loops over trajectories and tokens, and nothing in common with the code that it
 checks. A batch is a list of trajectories; each is a dict of arrays over its
-masked-in tokens alone (pi, mu, prox, entropy: nats; A; c; version), so that
-there is no mask, no padding and no row in here.
+masked-in tokens alone (pi, mu, prox, ref, entropy: nats; A; c; version), so
+that there is no mask, no padding and no row in here.
 """
 
 import math
@@ -30,6 +30,19 @@ def clipped(batch, *, low, high, dual, keep=None):
       r = math.exp(clamp(y["pi"][t] - y["mu"][t]))
       v = y["version"][t]
       loss -= y["c"][t] * clipped_term(r, y["A"], low[v], high[v], dual)
+  return loss
+
+
+def mipu(batch, *, low, high, cap):
+  """min(pi_k/mu_k, cap) times the clipped pi/pi_k, ``prox`` being pi_k."""
+  loss = 0.0
+  for y in batch:
+    for t in range(len(y["pi"])):
+      w = min(math.exp(clamp(y["prox"][t] - y["mu"][t])), cap)
+      r = math.exp(clamp(y["pi"][t] - y["prox"][t]))
+      v = y["version"][t]
+      term = clipped_term(r, y["A"], low[v], high[v], math.inf)
+      loss -= y["c"][t] * w * term
   return loss
 
 
@@ -118,6 +131,22 @@ def kl(batch, *, estimator):
         "k1": -ell,
         "k2": ell**2 / 2,
         "k3": math.exp(ell) - 1 - ell,
+      }[estimator]
+      total += y["c"][t] * value
+  return total
+
+
+def reference_kl(batch, *, estimator, at):
+  """``at``: the batch at which the value of k1 is taken."""
+  total = 0.0
+  for y, fixed in zip(batch, at, strict=True):
+    for t in range(len(y["pi"])):
+      x = clamp(y["pi"][t] - y["ref"][t])
+      x0 = clamp(fixed["pi"][t] - fixed["ref"][t])
+      value = {
+        "k1": x0 + (x**2 - x0**2) / 2,
+        "k2": x**2 / 2,
+        "k3": math.exp(-x) - 1 + x,
       }[estimator]
       total += y["c"][t] * value
   return total

@@ -116,9 +116,13 @@ class PlanTest(parameterized.TestCase):
     moved = 3 * whole.snapshot_bytes / (4 * plan.chip.host_bytes_per_s)
     self.assertAlmostEqual(whole.publish_seconds, seconds["publish"] + moved)
 
-  def test_an_averaged_policy_takes_room_and_a_forward_pass(self):
+  @parameterized.parameters(
+    (dict(trust_region="decoupled", proximal="ewma"), 1),
+    (dict(kl_coefficient=0.1, kl_target="reference"), 0),
+  )
+  def test_a_policy_kept_takes_room_and_a_forward_pass(self, changes, scalars):
     values = config_lib.to_dict(config())
-    values["objective"] |= dict(trust_region="decoupled", proximal="ewma")
+    values["objective"] |= changes
     run = config_lib.parse(values)
     policy = Policy(run.model, vocab_size=VOCAB)
     split = meshes.split_devices(run.mesh, jax.devices())
@@ -134,12 +138,23 @@ class PlanTest(parameterized.TestCase):
       for each in (theirs, ours)
     ]
     params = jax.tree.leaves(jax.eval_shape(policy.init, jax.random.key(0)))
-    self.assertEqual(leaves[1] - leaves[0], len(params) + 1)
+    self.assertEqual(leaves[1] - leaves[0], len(params) + scalars)
     flops = [
       plan_lib._work(each, VOCAB, read=64)["train_step"][1]
       for each in (config(), run)
     ]
     self.assertAlmostEqual(flops[1] / flops[0], 4 / 3)
+
+  @parameterized.parameters((1, 1), (2, 4 / 3))
+  def test_m2po_scores_before_each_of_several_steps(self, minibatches, more):
+    values = config_lib.to_dict(config())
+    values["objective"] |= dict(loss="m2po")
+    values["learner"] |= dict(minibatches=minibatches)
+    flops = [
+      plan_lib._work(each, VOCAB, read=64)["train_step"][1]
+      for each in (config(), config_lib.parse(values))
+    ]
+    self.assertAlmostEqual(flops[1] / flops[0], more)
 
   def test_adapters_take_little(self):
     values = config_lib.to_dict(config())

@@ -351,17 +351,16 @@ def _by_token(
   ell = logprobs - behavior_logprobs
   behavior_ell = clamp(ell)
   behavior_ratio = ratio = jnp.exp(behavior_ell)
-  capped, kept = jnp.zeros(mask.shape, bool), jnp.ones(mask.shape, bool)
+  capped = jnp.zeros(mask.shape, bool)
   if proximal:
     ell = logprobs - proximal[0]
     ratio = jnp.exp(clamp(ell))
     weight = jnp.exp(clamp(proximal[0] - behavior_logprobs))
     capped = weight > settings.max_behavior_weight
-    above = settings.max_behavior_weight
     if settings.behavior_weight_mode == "band":
       capped |= weight < 1.0 / settings.max_behavior_weight
-    if settings.behavior_weight_mode != "truncate":
-      above, kept = 0.0, ~capped
+    truncate = settings.behavior_weight_mode == "truncate"
+    above = settings.max_behavior_weight if truncate else 0.0
     weights *= jnp.where(capped, above, weight)
 
   low, high = clip_distances()
@@ -371,15 +370,16 @@ def _by_token(
   too_low, too_high = ratio < lower, ratio > upper
   bounded = jnp.where(too_high, upper, jnp.where(too_low, lower, ratio))
   scale = -weights * advantages
+  counts = weights != 0
   # Exactly on the clamp, half: the derivative that autodiff gives it.
   size = jnp.abs(ell)
   slope = jnp.where(size > limit, 0.0, jnp.where(size < limit, 1.0, 0.5))
   gradient = jnp.where(too_low | too_high, 0.0, scale * ratio * slope)
   values = ref.BehaviorSums(
     tokens=jnp.ones(mask.shape, bool),
-    clipped_low=kept & too_low,
-    clipped_high=kept & too_high & (advantages > 0),
-    clipped_dual=kept & too_high & negative,
+    clipped_low=counts & too_low,
+    clipped_high=counts & too_high & (advantages > 0),
+    clipped_dual=counts & too_high & negative,
     ratio=behavior_ratio,
     ratio_squared=behavior_ratio * behavior_ratio,
     kl=ref.k3(behavior_ell, behavior_ratio),

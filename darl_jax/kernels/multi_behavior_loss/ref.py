@@ -21,7 +21,7 @@ class BehaviorSums:
   Attributes:
     tokens: Masked-in tokens.
     clipped_low: Tokens with A < 0 held at 1 - clip_low: no gradient. Like the
-      next two, without those that ``behavior_weight_mode`` drops.
+      next two, without tokens of weight 0, which no clip holds.
     clipped_high: Tokens with A > 0 held at 1 + clip_high: no gradient.
     clipped_dual: Tokens with A < 0 held at dual_clip: no gradient.
     ratio: Sum of pi/mu.
@@ -113,18 +113,16 @@ def multi_behavior_loss(
   advantages = numerics.masked(advantages, loss_mask)
   weights = numerics.masked(token_weights, loss_mask)
   behavior_ell = numerics.log_ratio(logprobs, behavior_logprobs, loss_mask)
-  capped, kept = jnp.zeros_like(loss_mask), loss_mask
+  capped = jnp.zeros_like(loss_mask)
   if trust_region == "decoupled":
     ratio = jnp.exp(numerics.log_ratio(logprobs, proximal_logprobs, loss_mask))
     behavior_weight = jnp.exp(
       numerics.log_ratio(proximal_logprobs, behavior_logprobs, loss_mask)
     )
     capped = loss_mask & (behavior_weight > max_behavior_weight)
-    above = max_behavior_weight
     if behavior_weight_mode == "band":
       capped |= loss_mask & (behavior_weight < 1.0 / max_behavior_weight)
-    if behavior_weight_mode != "truncate":
-      above, kept = 0.0, loss_mask & ~capped
+    above = max_behavior_weight if behavior_weight_mode == "truncate" else 0.0
     weights *= jnp.where(capped, above, behavior_weight)
   else:
     ratio = jnp.exp(behavior_ell)
@@ -136,6 +134,7 @@ def multi_behavior_loss(
   too_low, too_high = ratio < lower, ratio > upper
   bounded = jnp.where(too_high, upper, jnp.where(too_low, lower, ratio))
   loss = -jnp.sum(weights * advantages * bounded)
+  counts = weights != 0
 
   behavior_ell = jax.lax.stop_gradient(behavior_ell)
   behavior_ratio = jnp.exp(behavior_ell)
@@ -143,9 +142,9 @@ def multi_behavior_loss(
   sums = _sum_by_version(
     BehaviorSums(
       tokens=loss_mask,
-      clipped_low=kept & too_low,
-      clipped_high=kept & too_high & (advantages > 0),
-      clipped_dual=kept & too_high & negative,
+      clipped_low=counts & too_low,
+      clipped_high=counts & too_high & (advantages > 0),
+      clipped_dual=counts & too_high & negative,
       ratio=behavior_ratio,
       ratio_squared=jnp.square(behavior_ratio),
       kl=k3(behavior_ell, behavior_ratio),

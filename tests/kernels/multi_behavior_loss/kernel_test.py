@@ -165,6 +165,8 @@ class KernelTest(parameterized.TestCase):
   def test_equals_reference(self, platform, case):
     shape, versions, settings = case
     arrays = _arrays(shape, versions)
+    # Some tokens have lost their weight to a mask.
+    arrays[4] = arrays[4].at[:, ::7].multiply(0)
     got = _kernel(platform, settings)(*arrays)
     self.assert_equal_reference(got, arrays, settings)
 

@@ -127,7 +127,7 @@ def _transcribed(batch, **settings):
     term = min(r * a, clipped * a)
     if a < 0:
       term = max(term, settings["dual_clip"] * a)
-    w, kept = 1.0, True
+    w = 1.0
     if settings["trust_region"] == "decoupled":
       w = np.exp(clamp(prox - mu))
       most, mode = (
@@ -136,16 +136,16 @@ def _transcribed(batch, **settings):
       )
       if w > most or (mode == "band" and w < 1 / most):
         sums["weight_capped"][v] += 1
-        kept = mode == "truncate"
-        w = most if kept else 0.0
+        w = most if mode == "truncate" else 0.0
     loss -= c * w * term
     if term == r * a and abs(pi - centre) < 20:
       gradient[at] = -c * w * r * a
     behavior_ratio = np.exp(clamp(pi - mu))
     sums["tokens"][v] += 1
-    sums["clipped_low"][v] += kept and a < 0 and r < 1 - low
-    sums["clipped_high"][v] += kept and a > 0 and r > 1 + high
-    sums["clipped_dual"][v] += kept and a < 0 and r > settings["dual_clip"]
+    if c * w:
+      sums["clipped_low"][v] += a < 0 and r < 1 - low
+      sums["clipped_high"][v] += a > 0 and r > 1 + high
+      sums["clipped_dual"][v] += a < 0 and r > settings["dual_clip"]
     sums["ratio"][v] += behavior_ratio
     sums["ratio_squared"][v] += behavior_ratio**2
     sums["kl"][v] += behavior_ratio - 1 - np.log(behavior_ratio)
@@ -181,6 +181,14 @@ class MultiBehaviorLossTest(parameterized.TestCase):
     np.testing.assert_array_equal(sums.weight_capped, [0, 0])
     np.testing.assert_allclose(sums.ratio, [2.1, 6.5], rtol=1e-6)
     np.testing.assert_allclose(sums.ratio_squared, [2.61, 27.25], rtol=1e-6)
+    # Without a weight nothing is held, and all else is counted.
+    _, empty, _ = _loss(
+      batch | dict(token_weights=np.zeros((1, 5), "f4")), **_SETTINGS
+    )
+    for name in ("clipped_low", "clipped_high", "clipped_dual"):
+      np.testing.assert_array_equal(getattr(empty, name), [0, 0])
+    np.testing.assert_array_equal(empty.tokens, sums.tokens)
+    np.testing.assert_array_equal(empty.kl, sums.kl)
 
   def test_decoupled_by_hand(self):
     # prox/mu = 4 and 1.5 under a cap of 2; pi/prox = 1.1, not clipped.

@@ -80,7 +80,7 @@ def _float64(batch, settings):
   mu_ratio = np.exp(np.clip(pi - mu, -20, 20))
   ell = pi - (prox if decoupled else mu)
   r = np.exp(np.clip(ell, -20, 20))
-  w, capped, kept = np.ones_like(r), np.zeros(r.shape, bool), True
+  w, capped = np.ones_like(r), np.zeros(r.shape, bool)
   if decoupled:
     w = np.exp(np.clip(prox - mu, -20, 20))
     capped = w > most
@@ -88,14 +88,13 @@ def _float64(batch, settings):
       capped |= w < 1 / most
     truncate = settings["behavior_weight_mode"] == "truncate"
     w = np.where(capped, most if truncate else 0.0, w)
-    kept = ~capped | truncate
   clipped = np.minimum(r * a, np.clip(r, 1 - lo, 1 + hi) * a)
   floor = np.where(a < 0, settings["dual_clip"], 0.0) * a
   term = np.where(a < 0, np.maximum(clipped, floor), clipped)
   gradient = np.zeros(mask.shape)
   moves = (term == r * a) & (np.abs(ell) < 20)
   gradient[mask] = np.where(moves, -c * w * r * a, 0.0)
-  held = kept & (term != r * a)
+  held = (c * w != 0) & (term != r * a)
   fields = dict(
     tokens=np.ones_like(r),
     clipped_low=held & (a < 0) & (r < 1),
