@@ -54,8 +54,11 @@ def pass_at(right: np.ndarray, j: int) -> float:
     j: In [1, k].
   """
   k = right.shape[1]
-  missed = [math.comb(k - int(c), j) for c in right.sum(axis=1)]
-  return 1.0 - float(np.mean(missed)) / math.comb(k, j)
+  # Whole numbers beyond float64 by themselves; their ratio is at most 1.
+  missed = [
+    math.comb(k - int(c), j) / math.comb(k, j) for c in right.sum(axis=1)
+  ]
+  return 1.0 - float(np.mean(missed))
 
 
 class Evaluator:

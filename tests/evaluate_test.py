@@ -239,3 +239,8 @@ class PassAtTest(parameterized.TestCase):
     right = np.array([[True, False], [False, False], [True, True]])
     self.assertAlmostEqual(evaluate.pass_at(right, 1), right.mean())
     self.assertAlmostEqual(evaluate.pass_at(right, 2), 2 / 3)
+
+  def test_more_choices_than_float64_can_count(self):
+    # Of 2048 answers one is right, and half of them are chosen.
+    right = np.arange(2048)[None] == 7
+    self.assertAlmostEqual(evaluate.pass_at(right, 1024), 0.5)
