@@ -30,5 +30,6 @@ def tell(error: Exception, *, asked_by: signal.Signals | None) -> int:
     asked_by: The signal that the run was asked to stop by.
   """
   print(f"{type(error).__name__}: {error}", file=sys.stderr)
-  # A machine that is taken away has got what it asked for: the run is saved.
-  return 0 if asked_by == signal.SIGTERM else _STATUS[type(error)]
+  if isinstance(error, Interrupted) and asked_by == signal.SIGTERM:
+    return 0  # A machine that is taken away got what it asked for: it is saved.
+  return _STATUS[type(error)]

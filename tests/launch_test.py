@@ -14,6 +14,9 @@ import psutil
 import pytest
 from absl.testing import parameterized
 
+from darl_jax import loop
+from darl_jax.checkpoint import store
+from launch import endings
 from tests.fixtures import tiny_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -126,6 +129,19 @@ class MistakesTest(parameterized.TestCase):
   )
   def test_flags_that_absl_refuses(self, argument, says):
     self._assert_refused(argument, says=says)
+
+
+class EndingsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (loop.Interrupted, signal.SIGTERM, 0),
+    (loop.Interrupted, signal.SIGINT, 130),
+    # Asked to stop, it could not save.
+    (store.CheckpointFailed, signal.SIGTERM, 1),
+    (loop.Starved, signal.SIGTERM, 1),
+    (loop.Starved, None, 1),
+  )
+  def test_a_run_that_is_not_saved_is_no_success(self, error, asked_by, status):
+    self.assertEqual(endings.tell(error("why"), asked_by=asked_by), status)
 
 
 class RunTest(parameterized.TestCase):
