@@ -5,6 +5,8 @@ Small and on the host: numpy, float64.
 
 import numpy as np
 
+from darl_jax import numerics
+
 
 def balance_weights(
   proximal: np.ndarray,
@@ -19,7 +21,8 @@ def balance_weights(
     w_i = min(prox(y_i) / sum_k c_k mu_k(y_i), cap)
 
   It stands in for prox/mu in a decoupled trust region: the ratio pi/prox is not
-  in it. Source: Veach and Guibas (1995); its use here is ours.
+  in it. Its logarithm is clamped to [-20, 20]. Source: Veach and Guibas (1995);
+  its use here is ours.
 
   Args:
     proximal: [n], nats, log-prob of each whole trajectory under prox.
@@ -54,4 +57,5 @@ def balance_weights(
   logs = logs[used] + np.log(proportions[used])[:, None]
   greatest = logs.max(axis=0)
   mixture = greatest + np.log(np.sum(np.exp(logs - greatest), axis=0))
-  return np.exp(np.minimum(-mixture, np.log(cap)))
+  bound = numerics.MAX_LOG_RATIO
+  return np.exp(np.minimum(np.clip(-mixture, -bound, bound), np.log(cap)))

@@ -50,6 +50,15 @@ class BalanceWeightsTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(half, [np.e])
 
+  def test_far_answers_have_finite_weights(self):
+    got = balance.balance_weights(
+      np.array([-100.0, -5000.0]),
+      np.array([[-5000.0, -100.0]]),
+      np.ones(1),
+      cap=np.inf,
+    )
+    np.testing.assert_allclose(got, np.exp([20.0, -20.0]))
+
   @parameterized.parameters(
     (dict(cap=0.5), "cap = 0.5"),
     (dict(proportions=np.array([0.5, 0.6])), "not shares of 1"),
