@@ -80,6 +80,26 @@ class Rows:
     self._rows[job] = row
 
 
+def outdated(rows: Rows) -> list[str]:
+  """Runs whose settings are not what the method's grid has in their place now.
+
+  A row names its settings by their index, and would stand for others.
+  """
+  from lab_methods import METHODS
+
+  problems = []
+  for job, row in rows:
+    method = METHODS.get(job.method)
+    grid = METHODS[method.tuned_as].grid if method else ()
+    now = grid[job.settings] if job.settings < len(grid) else None
+    if row["changes"] != now:
+      problems.append(
+        f"{job.stage} of {job.method}, seed {job.seed}: settings "
+        f"{job.settings} were {row['changes']}, and are {now}"
+      )
+  return problems
+
+
 def tuning_score(row: dict[str, Any]) -> float:
   """Mean held-out accuracy over the run: fast and far are both worth."""
   accuracies = [accuracy for _, accuracy in row["curve"]]
@@ -275,6 +295,8 @@ def main() -> None:
   if unknown := sorted(set(methods) - METHODS.keys()):
     parser.error(f"--methods: {', '.join(unknown)} not in {', '.join(METHODS)}")
   rows = Rows(arguments.rows)
+  if problems := outdated(rows):
+    parser.error("--rows has runs of other settings: " + "; ".join(problems))
   start = time.monotonic()
   with Workers(arguments.folder, arguments.workers) as workers:
     if arguments.stage == "tune":

@@ -222,6 +222,25 @@ class TestJobs:
     assert all(job in rows for job in jobs)
     assert jobs[0]._replace(seed=9) not in rows
 
+  def test_rows_of_other_settings_are_found(self, tmp_path):
+    rows = lab.Rows(tmp_path / "rows")
+    grid = lab_methods.METHODS["grpo"].grid
+    jobs = lab.halving_jobs("spell_backward", "grpo")
+    for job in jobs[:3]:
+      rows.add(job, {"changes": grid[job.settings]})
+    table = jobs[3]._replace(stage="table", method="grpo+ring")
+    rows.add(table, {"changes": grid[3]})
+    assert lab.outdated(rows) == []
+    rows.add(jobs[4], {"changes": grid[5]})
+    rows.add(jobs[5]._replace(settings=6), {"changes": grid[5]})
+    rows.add(jobs[5]._replace(method="gone"), {"changes": grid[5]})
+    found = lab.outdated(lab.Rows(tmp_path / "rows"))
+    assert [text.split(":")[0] for text in found] == [
+      "halving of grpo, seed 1",
+      "halving of grpo, seed 1",
+      "halving of gone, seed 1",
+    ]
+
   def test_tuning_seeds_are_not_reported(self):
     assert max(lab._HALVING_SEED, lab._FINAL_SEED) < lab._FIRST_SEED
 
