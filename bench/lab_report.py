@@ -14,7 +14,8 @@ with t intervals over the paired logarithms, differences of performance by t
 intervals over the paired differences, and p-values after Holm over all
 comparisons of one table. Where a baseline is censored it counts as all that was
 generated, which is in its favor; where D-ARL is, or half of the baseline's
-seeds are, no ratio is given.
+seeds are, a table gives no ratio. The verdict goes by that bound on the ratio
+however many seeds of the baseline are censored, and says how many.
 """
 
 import argparse
@@ -83,10 +84,9 @@ def samples_to(row: Row, accuracy: float) -> float:
     if all(reached >= accuracy for _, reached in curve[i : i + _HELD]):
       if i == 0:
         return float(curve[0][0])
+      # Held from the evaluation before on it would have been found there.
       (x0, y0), (x1, y1) = curve[i - 1 : i + 1]
-      # Before it may lie an evaluation that was above and did not hold.
-      part = (accuracy - y0) / (y1 - y0) if y0 < accuracy else 1.0
-      return x0 + part * (x1 - x0)
+      return x0 + (accuracy - y0) / (y1 - y0) * (x1 - x0)
   return math.inf
 
 
@@ -105,9 +105,18 @@ class Table:
   """The rows of one task at one staleness."""
 
   def __init__(self, rows: Iterable[Row]):
+    """Sorts them by method and seed.
+
+    Raises:
+      ValueError: A method has two rows of one seed: from other settings, or
+        from files that hold the same.
+    """
     self.rows: dict[str, dict[int, Row]] = collections.defaultdict(dict)
     for row in rows:
-      self.rows[row["method"]][row["seed"]] = row
+      method, seed = row["method"], row["seed"]
+      if seed in self.rows[method]:
+        raise ValueError(f"{method} has two rows of seed {seed}.")
+      self.rows[method][seed] = row
 
   @property
   def methods(self) -> list[str]:
@@ -116,14 +125,32 @@ class Table:
   def fewer(self, method: str, baseline: str, accuracy: float) -> Paired | None:
     """Log of samples of the method over the baseline's; None if censored."""
     seeds = self._seeds(method, baseline)
+    if 2 * self.censored(baseline, accuracy, beside=method) >= len(seeds):
+      return None
+    return self.fewer_at_least(method, baseline, accuracy)
+
+  def fewer_at_least(
+    self, method: str, baseline: str, accuracy: float
+  ) -> Paired | None:
+    """The same, or above it where the baseline is censored, in however many.
+
+    None where the method is censored itself.
+    """
+    seeds = self._seeds(method, baseline)
+    if not seeds or self.censored(method, accuracy, beside=baseline):
+      return None
     ours = [samples_to(self.rows[method][s], accuracy) for s in seeds]
     theirs = [samples_to(self.rows[baseline][s], accuracy) for s in seeds]
-    censored = sum(map(math.isinf, theirs))
-    if not seeds or any(map(math.isinf, ours)) or 2 * censored >= len(seeds):
-      return None
     totals = [self.rows[baseline][s]["curve"][-1][0] for s in seeds]
     theirs = np.minimum(theirs, totals)
     return paired(np.log(np.maximum(ours, 1)) - np.log(np.maximum(theirs, 1)))
+
+  def censored(self, method: str, accuracy: float, *, beside: str) -> int:
+    """Seeds that did not reach it, of those that another method has, too."""
+    return sum(
+      math.isinf(samples_to(self.rows[method][s], accuracy))
+      for s in self._seeds(method, beside)
+    )
 
   def better(self, method: str, baseline: str) -> Paired:
     """Difference of performance."""
@@ -159,7 +186,7 @@ def summary_table(table: Table) -> list[str]:
   lines = [
     "| method | seeds | "
     + " | ".join(f"samples to {a:g}" for a in PRESETS)
-    + " | performance | collapsed | trained tokens | scored | CPU s |",
+    + " | performance ± sd | collapsed | trained tokens | scored | CPU s |",
     "|" + "---|" * (len(PRESETS) + 7),
   ]
   for name in table.methods:
@@ -205,7 +232,7 @@ def comparison_table(table: Table, method: str) -> list[str]:
   lines = [
     f"| {method} against | "
     + " | ".join(f"samples to {a:g}" for a in PRESETS)
-    + " | performance, points | relative | ",
+    + " | performance, points | relative |",
     "|" + "---|" * (len(PRESETS) + 3),
   ]
   for name in others:
@@ -269,6 +296,26 @@ def best_baseline(tuning: Sequence[Row]) -> str | None:
   return max(scores, key=scores.get) if scores else None
 
 
+def _fewer_samples(
+  table: Table, baseline: str
+) -> tuple[list[Paired | None], str]:
+  """D-ARL's samples to each accuracy against a baseline's: bounds, and a line.
+
+  Where D-ARL is censored there is none.
+  """
+  values = [table.fewer_at_least("darl", baseline, a) for a in PRESETS]
+  shown = []
+  for accuracy, value in zip(PRESETS, values, strict=True):
+    if value is None:
+      shown.append(f"to {accuracy:g}: D-ARL is censored")
+      continue
+    text = _interval(value, lambda x: _percent(math.exp(x) - 1))
+    missed = table.censored(baseline, accuracy, beside="darl")
+    bound = f" or less ({missed} of {value.n} censored)" if missed else ""
+    shown.append(f"to {accuracy:g}: {text}{bound}")
+  return values, f"Against {baseline} {', '.join(shown)}."
+
+
 def verdict(table: Table, tuning: Sequence[Row]) -> list[str]:
   """Each goal and whether the table supports it."""
   lines = []
@@ -279,25 +326,26 @@ def verdict(table: Table, tuning: Sequence[Row]) -> list[str]:
     lines.append(f"- **{'Met' if met else 'Not met'}**: {goal}. {evidence}")
 
   if published in table.rows:
-    values = [table.fewer("darl", published, a) for a in PRESETS]
-    shown = [
-      "censored" if v is None else _percent(math.exp(v.mean) - 1)
-      for v in values
-    ]
+    values, shown = _fewer_samples(table, published)
     judged(
       f"{100 * _GOAL_FEWER:g} % fewer generated samples than the best "
       f"asynchronous baseline as published, {published} (chosen on the tuning "
       "seeds)",
       all(v and math.exp(v.mean) - 1 <= -_GOAL_FEWER for v in values),
-      f"To {', '.join(f'{a:g}' for a in PRESETS)}: {', '.join(shown)}.",
+      shown,
     )
     ours = table.mean_performance("darl", published)
     theirs = table.mean_performance(published, "darl")
+    points = _interval(
+      table.better("darl", published), lambda x: f"{100 * x:+.1f}"
+    )
     judged(
       f"accuracy at least {100 * _GOAL_ACCURACY:g} % higher (relative) than "
       f"{published}",
       ours >= (1 + _GOAL_ACCURACY) * theirs,
-      f"{ours:.3f} against {theirs:.3f}, {_percent(ours / theirs - 1)}.",
+      f"{ours:.3f} against {theirs:.3f}"
+      + (f", {_percent(ours / theirs - 1)}" if theirs else "")
+      + f"; in points {points}.",
     )
   for goal, names in (
     (
@@ -306,34 +354,15 @@ def verdict(table: Table, tuning: Sequence[Row]) -> list[str]:
     ),
     ("better than random and newest", ["darl_random", "darl_newest"]),
   ):
-    names = [name for name in names if name in table.rows]
-    if not names:
-      continue
-    evidence, met = [], True
-    for name in names:
-      values = [table.fewer("darl", name, a) for a in PRESETS]
-      # Where the other never got there and D-ARL did, there is no ratio.
-      never = [
-        all(math.isinf(samples_to(r, a)) for r in table.rows[name].values())
-        for a in PRESETS
-      ]
-      met &= all(
-        n or (v is not None and v.high < 0)
-        for v, n in zip(values, never, strict=True)
+    compared = [
+      _fewer_samples(table, name) for name in names if name in table.rows
+    ]
+    if compared:
+      judged(
+        goal + ", with intervals that exclude 0",
+        all(v and v.high < 0 for values, _ in compared for v in values),
+        " ".join(shown for _, shown in compared),
       )
-      evidence.append(
-        f"Against {name}: "
-        + ", ".join(
-          "it never got there"
-          if n
-          else "censored"
-          if v is None
-          else _interval(v, lambda x: _percent(math.exp(x) - 1))
-          for v, n in zip(values, never, strict=True)
-        )
-        + "."
-      )
-    judged(goal + ", with intervals that exclude 0", met, " ".join(evidence))
   fallen = {
     name: sum(map(collapsed, rows.values()))
     for name, rows in table.rows.items()
@@ -449,6 +478,21 @@ def plot_diagnostics(
   plt.close(figure)
 
 
+def tables_of(rows: Sequence[Row]) -> dict[str, Table]:
+  """By law of ages; synchronous methods are in each, whose ages are all 0."""
+
+  def synchronous(row: Row) -> bool:
+    return METHODS[row["method"]].synchronous
+
+  laws = {row["staleness"] for row in rows if not synchronous(row)}
+  return {
+    law: Table(r for r in rows if synchronous(r) or r["staleness"] == law)
+    for law in sorted(
+      laws, key=lambda law: (law.split(":")[0], int(law.split(":")[1]))
+    )
+  }
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("rows", nargs="+", type=pathlib.Path)
@@ -467,13 +511,7 @@ def main() -> None:
     of_task = [row for row in rows if row["task"] == task]
     tuning = [row for row in of_task if row["stage"] != "table"]
     tables = [row for row in of_task if row["stage"] == "table"]
-    for staleness in sorted(
-      {row["staleness"] for row in tables} - {"uniform:0"},
-      key=lambda s: (s.split(":")[0], int(s.split(":")[1])),
-    ):
-      table = Table(
-        row for row in tables if row["staleness"] in (staleness, "uniform:0")
-      )
+    for staleness, table in tables_of(tables).items():
       parts += [f"## {task}, ages {staleness}", ""]
       if "darl" in table.rows:
         parts += verdict(table, tuning) + [""]

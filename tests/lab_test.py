@@ -311,3 +311,54 @@ class TestReport:
     assert (
       self._table([fast, never], [slow] * 2).fewer("darl", "grpo", 0.4) is None
     )
+
+  def test_a_seed_counts_once(self):
+    with pytest.raises(ValueError, match="darl has two rows of seed 1"):
+      lab_report.Table([_row("darl", 1, [0.1]), _row("darl", 1, [0.2])])
+
+  def test_a_table_is_of_one_law_and_of_synchronous_methods(self):
+    rows = [
+      {**_row(method, 1, [accuracy]), "staleness": staleness}
+      for method, staleness, accuracy in (
+        ("sync_grpo", "uniform:0", 0.3),
+        ("darl", "uniform:16", 0.1),
+        ("darl", "uniform:4", 0.4),
+        ("darl", "uniform:0", 0.2),
+      )
+    ]
+    tables = lab_report.tables_of(rows)
+    assert list(tables) == ["uniform:0", "uniform:4", "uniform:16"]
+    for table, accuracy in zip(tables.values(), (0.2, 0.4, 0.1), strict=True):
+      assert table.methods == ["sync_grpo", "darl"]
+      assert table.mean_performance("darl") == accuracy
+
+  def _goals(self, **curves):
+    """Whether D-ARL is better than what is published, and than a control."""
+    rows = [
+      _row(method, seed, curve)
+      for method, curve in curves.items()
+      for seed in range(3)
+    ]
+    tuning = [{**_row("grpo", 0, [0.2]), "stage": "final"}]
+    lines = lab_report.verdict(lab_report.Table(rows), tuning)
+    return [
+      line.startswith("- **Met**")
+      for line in lines
+      if "% fewer" in line or "random" in line
+    ]
+
+  def test_a_verdict_against_what_never_got_there(self):
+    never = [0.0] * 10
+    early, late = [0.0, 0.0] + [0.8] * 8, [0.0] * 7 + [0.8] * 3
+    # A third less than everything is shown at 1,500 of 9,000, not at 6,750.
+    for darl, met in ((early, [True, True]), (late, [False, True])):
+      assert self._goals(darl=darl, grpo=never, darl_random=never) == met
+    # Neither got there.
+    assert self._goals(darl=never, grpo=never, darl_random=never) == [
+      False,
+      False,
+    ]
+    assert self._goals(darl=early, grpo=late, darl_random=early) == [
+      True,
+      False,
+    ]
