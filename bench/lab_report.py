@@ -34,7 +34,9 @@ import numpy as np
 import scipy.stats
 from lab_methods import METHODS
 
-PRESETS = (0.4, 0.5, 0.6)
+# Chosen from the last runs of tuning, before any reported seed was run: what
+# the best published rival reaches there.
+PRESETS = (0.35, 0.4, 0.45)
 _HELD = 3
 _GOAL_FEWER, _GOAL_ACCURACY = 0.347, 0.064
 

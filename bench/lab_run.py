@@ -113,6 +113,7 @@ class Lab:
     self._greedy = make_engine(
       dataclasses.replace(config.rollout, samples_per_prompt=1, temperature=0.0)
     )
+    self._fresh = [e.capture() for e in (self._engine, self._greedy)]
     task = dataset.verifier_task(
       config.prompts, seed=config.seed, rewards=config.rewards
     )
@@ -216,10 +217,13 @@ class Lab:
       )
     )
 
-  def release(self) -> None:
-    """The engines forget the weights that they know."""
-    self._engine.release()
-    self._greedy.release()
+  def renew(self) -> None:
+    """The engines forget the weights that they know and what they answered."""
+    for engine, fresh in zip(
+      (self._engine, self._greedy), self._fresh, strict=True
+    ):
+      engine.release()
+      engine.restore(fresh)
 
   def _scored(self, group: TrajectoryGroup) -> TrajectoryGroup:
     return dataclasses.replace(
@@ -279,7 +283,7 @@ class _Run:
   def execute(self) -> dict[str, Any]:
     config = self._config
     start, used = time.monotonic(), time.process_time()
-    self._lab.release()
+    self._lab.renew()
     self._plan()
     self._publish(0)
     for step in range(config.num_steps):
