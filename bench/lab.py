@@ -59,7 +59,11 @@ class Rows:
     self.path = path
     self._rows: dict[Job, dict[str, Any]] = {}
     if path.exists():
-      for line in path.read_text().splitlines():
+      text = path.read_text()
+      whole = text[: text.rfind("\n") + 1]
+      if whole != text:  # Killed while it wrote: that run is done again.
+        path.write_text(whole)
+      for line in whole.splitlines():
         row = json.loads(line)
         self._rows[Job(*(row[name] for name in Job._fields))] = row
 

@@ -1028,7 +1028,7 @@ _RANGES = {
   "rewards.time_limit_s": _Range(0, 86_400, open_low=True),
   "rewards.memory_limit_mb": _Range(512, 2**30),
   "rewards.partial_credit": _Range(0, 1),
-  "rewards.overlong_penalty": _AT_LEAST_0,
+  "rewards.overlong_penalty": _Range(0, 1e6),
   "rewards.overlong_buffer_tokens": _Range(0, _TOKENS),
   "replay.num_snapshots": _Range(1, 2**16),
   "replay.max_staleness": _Range(0, _INT32),

@@ -1,5 +1,6 @@
 """Every test runs on 8 virtual CPU devices, with strict broadcasting."""
 
+import gc
 import os
 
 # Most of the tests' time goes into compiling programs that then run for
@@ -16,6 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Before anything starts a backend: devices cannot be added afterwards.
 jax.config.update("jax_platforms", "cpu")
@@ -27,3 +29,15 @@ from darl_jax.models import transformer  # noqa: E402
 
 # So that tests' narrow models take the way of those that people sample from.
 transformer._OUTPUTS_FIRST_DIM = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_programs():
+  """Unmaps what a module compiled.
+
+  Each program is mapped in several pieces, and Linux gives a process 65,530 of
+  them: without this, one that runs thousands of tests is aborted inside XLA.
+  """
+  yield
+  jax.clear_caches()
+  gc.collect()

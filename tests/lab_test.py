@@ -241,6 +241,16 @@ class TestJobs:
       "halving of gone, seed 1",
     ]
 
+  def test_a_row_that_was_cut_off_is_done_again(self, tmp_path):
+    path = tmp_path / "rows"
+    self._rows(path, [0.1, 0.5, 0.2, 0.9, 0.3, 0.4])
+    path.write_text(path.read_text()[:-20])
+    jobs = lab.halving_jobs("spell_backward", "grpo")
+    rows = lab.Rows(path)
+    assert [job in rows for job in jobs] == [True] * 5 + [False]
+    rows.add(jobs[-1], {"changes": {}, "curve": []})
+    assert jobs[-1] in lab.Rows(path)
+
   def test_tuning_seeds_are_not_reported(self):
     assert max(lab._HALVING_SEED, lab._FINAL_SEED) < lab._FIRST_SEED
 
