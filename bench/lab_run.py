@@ -27,7 +27,7 @@ from darl_jax.learner.warm_start import warm_start
 from darl_jax.models.transformer import Policy
 from darl_jax.prompts import dataset
 from darl_jax.replay import batching, selection
-from darl_jax.replay.ring import Pool, Ring
+from darl_jax.replay.ring import Ring
 from darl_jax.rewards.reasoning_gym import ReasoningGymVerifier
 from darl_jax.rollout.engine import Engine
 from darl_jax.rollout.placement import Placement
@@ -337,18 +337,28 @@ class _Run:
       selection.pool_needed(config.replay, config.replay.min_batch)
     )
     rng = np.random.default_rng([self._seed, _CHOICE, step])
-    kept, logprobs, report = (
-      ([], None, {}) if pool is None else self._choose(pool, rng)
-    )
-    scalars |= report
-    if len(kept) < config.replay.min_batch:
+    choice = None
+    if pool is not None:
+      choice = batching.choose(
+        pool,
+        functools.partial(self._learner.score, self._state.params),
+        replay=config.replay,
+        learner=config.learner,
+        rng=rng,
+      )
+      self._scored += len(choice.stats)
+      if len(choice.kept):
+        scalars |= selection.report(
+          choice.stats, choice.kept, metric=config.replay.metric
+        )
+    if choice is None or len(choice.kept) < config.replay.min_batch:
       self._skipped += 1
       # The version counts on; its parameters are the same.
       self._scalars.append(scalars)
       return
     batch, placed, batch_metrics = batching.build_batch(
-      kept,
-      logprobs,
+      choice.entries,
+      choice.logprobs,
       objective=config.objective,
       learner=config.learner,
       version=step,
@@ -364,30 +374,6 @@ class _Run:
       if count > 0:
         scalars[name.removeprefix("train/")] = float(total / count)
     self._scalars.append(scalars)
-
-  def _choose(self, pool: Pool, rng: np.random.Generator):
-    """The chosen, their log-probs, and what selection says."""
-    config = self._config
-    replay = config.replay
-    asked = selection.candidates(
-      np.array([entry.age for entry in pool.entries]),
-      replay,
-      rng=rng,
-    )
-    entries = [pool.entries[i] for i in asked]
-    plan = batching.ScoringPlan.of(entries, config.learner)
-    params = self._state.params
-    results = [self._learner.score(params, batch) for batch in plan.batches]
-    self._scored += len(entries)
-    stats = plan.statistics([moments for _, moments in results])
-    kept = selection.select(
-      stats, replay, batch_size=config.learner.batch_size, rng=rng
-    )
-    if not len(kept):
-      return [], None, {}
-    report = selection.report(stats, kept, metric=replay.metric)
-    per_token = plan.per_token([logprobs for logprobs, _ in results])
-    return [entries[i] for i in kept], plan.tokens_of(per_token, kept), report
 
   def _evaluate(self, step: int) -> None:
     accuracy = self._lab.accuracy(self._held[step])

@@ -633,41 +633,36 @@ class Run:
         raise
       finally:
         self.summary.learner_waited(time.monotonic() - start)
-      asked = selection.candidates(
-        np.array([entry.age for entry in pool.entries]),
-        replay,
+      choice = batching.choose(
+        pool,
+        functools.partial(self.learner.score, params),
+        replay=replay,
+        learner=config.learner,
         rng=rng,
       )
-      plan = batching.ScoringPlan.of(
-        [pool.entries[i] for i in asked], config.learner
-      )
-      # All are dispatched before the first is waited for.
-      results = [self.learner.score(params, batch) for batch in plan.batches]
-      stats = plan.statistics([moments for _, moments in results])
-      kept = selection.select(
-        stats, replay, batch_size=config.learner.batch_size, rng=rng
-      )
+      kept, stats = choice.kept, choice.stats
       if len(kept) >= replay.min_batch:
         break
       # max_metric bars too many of this pool: wait until there are more.
       needed = len(pool) + 1
       barred = (
         f"replay.max_metric = {replay.max_metric:g} bars all but {len(kept)} "
-        f"of {len(asked)} trajectories, and replay.min_batch = "
+        f"of {len(stats)} trajectories, and replay.min_batch = "
         f"{replay.min_batch} are needed; their mean {replay.metric} is "
         f"{selection.mismatch(stats, metric=replay.metric).mean():.3g}. "
         "Try a greater replay.max_metric, or a smaller learning rate."
       )
     report = selection.report(stats, kept, metric=replay.metric)
-    per_token = plan.per_token([logprobs for logprobs, _ in results])
     return Chosen(
       pool=pool,
-      entries=[plan.entries[i] for i in kept],
-      logprobs=plan.tokens_of(per_token, kept),
+      entries=choice.entries,
+      logprobs=choice.logprobs,
       rng=rng,
       report={
         **_prefixed("select", report),
-        **self.parity.newest(plan, per_token, version=pool.version),
+        **self.parity.newest(
+          choice.plan, choice.per_token, version=pool.version
+        ),
         **(
           {}
           # As often as answers are evaluated: it computes much again.

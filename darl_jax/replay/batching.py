@@ -7,7 +7,7 @@ then one index array, and each field one scatter.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -388,6 +388,61 @@ class ScoringPlan:
         f"{shape}."
       )
     return packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What selection took of a pool.
+
+  Attributes:
+    plan: What was scored, and how.
+    per_token: float32 [tokens] of the plan, nats, under the policy that scored.
+    stats: [n], of the plan's entries.
+    kept: int64, indices of those that were taken, in order of preference.
+  """
+
+  plan: ScoringPlan
+  per_token: np.ndarray
+  stats: selection.PoolStatistics
+  kept: np.ndarray
+
+  @property
+  def entries(self) -> list[ring.Entry]:
+    """Those that were taken."""
+    return [self.plan.entries[i] for i in self.kept]
+
+  @property
+  def logprobs(self) -> np.ndarray:
+    """float32, flat over the tokens of ``entries``; at least one is needed."""
+    return self.plan.tokens_of(self.per_token, self.kept)
+
+
+def choose(
+  pool: ring.Pool,
+  score: Callable[[types.ScoreBatch], tuple[Any, Any]],
+  *,
+  replay: config_lib.ReplayConfig,
+  learner: config_lib.LearnerConfig,
+  rng: np.random.Generator,
+) -> Choice:
+  """Scores a pool's candidates, and selects a step's trajectories of them.
+
+  Args:
+    pool: At least one trajectory.
+    score: Log-probs and moments of a batch, under the policy to be trained.
+    replay: How to select.
+    learner: The static shapes, and the most to take.
+    rng: Of the draws.
+  """
+  ages = np.array([entry.age for entry in pool.entries])
+  asked = selection.candidates(ages, replay, rng=rng)
+  plan = ScoringPlan.of([pool.entries[i] for i in asked], learner)
+  # All are dispatched before the first is waited for.
+  results = [score(batch) for batch in plan.batches]
+  stats = plan.statistics([moments for _, moments in results])
+  kept = selection.select(stats, replay, batch_size=learner.batch_size, rng=rng)
+  per_token = plan.per_token([logprobs for logprobs, _ in results])
+  return Choice(plan, per_token, stats, kept)
 
 
 def build_batch(
