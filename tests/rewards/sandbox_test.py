@@ -1,3 +1,4 @@
+import contextlib
 import logging
 import os
 import pathlib
@@ -78,12 +79,20 @@ while True:
 
 
 def workers() -> set[psutil.Process]:
-  """All processes that forked from a worker, whoever's children they are."""
-  return {
-    process
-    for process in psutil.process_iter(["cmdline"])
-    if "darl_jax.rewards.worker" in (process.info["cmdline"] or [])
-  }
+  """All processes that forked from a worker, whoever's children they are.
+
+  But for those of test processes beside this one, which start and end theirs
+  meanwhile; an orphan of this one's can never become a child of theirs.
+  """
+  here = psutil.Process()
+  beside = set(here.parent().children()) - {here}
+  found = set()
+  for process in psutil.process_iter(["cmdline"]):
+    if "darl_jax.rewards.worker" in (process.info["cmdline"] or []):
+      with contextlib.suppress(psutil.NoSuchProcess):  # It has ended since.
+        if beside.isdisjoint(process.parents()):
+          found.add(process)
+  return found
 
 
 class SandboxTestCase(pool_test.PoolTestCase):
