@@ -25,7 +25,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import lab_methods
+import lab_run
 import tqdm
+from lab_methods import METHODS, TASKS
+
+from darl_jax.sharding import meshes
 
 _STEPS = 240
 _TUNED_AT = "uniform:64"
@@ -53,7 +58,7 @@ class Job(NamedTuple):
 
 
 class Rows:
-  """The file of finished runs; safe to append from several processes."""
+  """The file of finished runs, which one process appends to."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path
@@ -89,8 +94,6 @@ def outdated(rows: Rows) -> list[str]:
 
   A row names its settings by their index, and would stand for others.
   """
-  from lab_methods import METHODS
-
   problems = []
   for job, row in rows:
     method = METHODS.get(job.method)
@@ -112,8 +115,6 @@ def tuning_score(row: dict[str, Any]) -> float:
 
 def halving_jobs(task: str, method: str) -> list[Job]:
   """All settings of a method, half as long."""
-  from lab_methods import METHODS
-
   staleness = "uniform:0" if METHODS[method].synchronous else _TUNED_AT
   return [
     Job("halving", task, method, i, staleness, _HALVING_SEED, _STEPS // 2)
@@ -156,8 +157,6 @@ def table_jobs(
   tuned_on: str,
 ) -> list[Job]:
   """Every method at every staleness; all of a seed before the next seed."""
-  from lab_methods import METHODS
-
   jobs = []
   for seed in range(_FIRST_SEED, _FIRST_SEED + num_seeds):
     for law in staleness:
@@ -174,9 +173,6 @@ def table_jobs(
 @functools.cache
 def _lab(task: str, folder: str):
   """This process's lab of a task."""
-  import lab_methods
-  import lab_run
-
   base = lab_methods.make_config(
     lab_methods.TASKS[task],
     lab_methods.METHODS["sync_grpo"],
@@ -189,9 +185,6 @@ def _lab(task: str, folder: str):
 
 def run(job: Job, folder: str) -> dict[str, Any]:
   """Does one run, in a process that ``_start_worker`` prepared."""
-  import lab_methods
-  import lab_run
-
   method = lab_methods.METHODS[job.method]
   tuned = lab_methods.METHODS[method.tuned_as]
   settings = tuned.grid[job.settings]
@@ -211,11 +204,6 @@ def run(job: Job, folder: str) -> dict[str, Any]:
 def _start_worker(cores: Any) -> None:
   """Takes a core for this process, and starts JAX on it."""
   os.sched_setaffinity(0, {cores.get()})
-  # Beside this file, and the project's root.
-  root = pathlib.Path(__file__).resolve().parent.parent
-  sys.path[:0] = [str(root), str(root / "bench")]
-  from darl_jax.sharding import meshes
-
   meshes.prepare_cpu(1)
 
 
@@ -272,11 +260,6 @@ class Workers:
 
 
 def main() -> None:
-  # Here, and not above: workers prepare JAX before anything imports it.
-  root = pathlib.Path(__file__).resolve().parent.parent
-  sys.path[:0] = [str(root)]
-  from lab_methods import METHODS, TASKS
-
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("stage", choices=("tune", "table"))
   parser.add_argument("--rows", type=pathlib.Path, required=True)
@@ -291,7 +274,7 @@ def main() -> None:
   parser.add_argument(
     "--folder",
     type=pathlib.Path,
-    default=root / "runs" / "lab",
+    default=pathlib.Path(__file__).resolve().parent.parent / "runs" / "lab",
     help="where warm starts and compiled programs are kept",
   )
   arguments = parser.parse_args()
