@@ -36,7 +36,8 @@ def release_programs():
   """Unmaps what a module compiled.
 
   Each program is mapped in several pieces, and Linux gives a process 65,530 of
-  them: without this, one that runs thousands of tests is aborted inside XLA.
+  them. A run of thousands of tests was once aborted inside XLA, and these maps
+  are the likely cause, not the proven one.
   """
   yield
   jax.clear_caches()
